@@ -1,7 +1,6 @@
 """A writer that dies, or a disk that is full, at every point of a save: one checkpoint loads."""
 
 import errno
-import errno
 import os
 import signal
 import subprocess

@@ -471,7 +471,7 @@ def test_memory_is_a_tensor_and_not_the_state(tmp_path):
 
 @pytest.mark.parametrize("slab", [1 << 20, 3])
 def test_F197_elements_that_differ_are_counted_in_all_slabs(monkeypatch, slab):
-    monkeypatch.setattr(compare, "_SLAB", slab)
+    monkeypatch.setattr(compare, "_ELEMENTS_AT_ONCE", slab)
     a = torch.arange(10, dtype=torch.float32)
     b = a.clone()
     b[[0, 4, 5]] += torch.tensor([0.25, 2.0, -0.5])

@@ -109,9 +109,7 @@ def list_steps(root: Path) -> list[int]:
     return sorted(steps)
 
 
-def newest_step(
-    root: Path, up_to: int | None = None, tried: Collection[int] = ()
-) -> int | None:
+def newest_step(root: Path, up_to: int | None = None, tried: Collection[int] = ()) -> int | None:
     """The newest step of ``list_steps``, sound or not; None if there is none. The one meaning of "newest".
 
     Steps above ``up_to`` and those in ``tried`` do not count.
@@ -147,7 +145,14 @@ def commit(written: Path, target: Path) -> None:
     try:
         sync_folder(target.parent)  # else a power loss may undo the rename after save returned
     except OSError as error:
-        raise OSError(error.errno, f"{target.name} {NOT_DURABLE}: {error.strerror or error}") from error
+        raise OSError(
+            error.errno, f"{target.name} {NOT_DURABLE}: {error.strerror or error}"
+        ) from error
+
+
+def second_copy(step: Path) -> Path:
+    """A new name for a complete copy of a committed step, which is saved again."""
+    return step.with_name(f"{step.name}.tmp-again-{secrets.token_hex(4)}")
 
 
 def seal(temporary: Path, table: manifest.Manifest, target: Path) -> None:

@@ -93,6 +93,7 @@ class Directory:
         return True
 
     def _open(self, name: Path | str, where: str, flags: int, parent: int | None = None) -> int:
+        """Open a file or directory without following links, and look again for a missing one."""
         deadline = time.monotonic() + self._seconds
         with os_errors_as_corruption(where, self._kept):
             while True:

@@ -1,5 +1,6 @@
 """Which checkpoints are kept: a pure function of steps, their metrics and a rule; and the removal of the others."""
 
+import contextlib
 import importlib
 import logging
 import math
@@ -155,20 +156,19 @@ class Retention:
 
     def outdated_by(self, step: int, seconds: float = 0.0) -> list[int]:
         """The committed steps to remove when ``step`` is the newest. Its manifest is read, or waited for ``seconds``."""
-        self._metrics[step] = self._read_metrics(step, seconds)
-        steps = directories.committed_steps(self._root)
-        if self._keep.best is not None:
-            for other in steps:
-                if other not in self._metrics:
-                    try:
-                        self._metrics[other] = self._read_metrics(other)
-                    except CorruptCheckpoint:  # a load will tell; it competes with no value
-                        self._metrics[other] = {}
-        return outdated(steps, self._metrics, self._keep)
 
-    def _read_metrics(self, step: int, seconds: float = 0.0) -> Metrics:
-        with files.Directory(directories.step_directory(self._root, step), seconds) as directory:
-            return manifest.read(directory, step).metrics
+        def read(step: int, seconds: float = 0.0) -> None:
+            path = directories.step_directory(self._root, step)
+            self._metrics[step] = manifest.read_from(path, step, seconds).metrics
+
+        read(step, seconds)
+        steps = directories.committed_steps(self._root)
+        for other in steps if self._keep.best is not None else ():
+            if other not in self._metrics:
+                self._metrics[other] = {}  # a damaged one competes with no value; a load will tell
+                with contextlib.suppress(CorruptCheckpoint):
+                    read(other)
+        return outdated(steps, self._metrics, self._keep)
 
     def remove(self, old: list[int]) -> None:
         """Remove the steps; one that cannot be removed is a warning."""

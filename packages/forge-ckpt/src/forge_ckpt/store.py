@@ -3,8 +3,8 @@
 import functools
 import logging
 import os
-import secrets
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
@@ -20,9 +20,8 @@ from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefuse
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import Check, load_checkpoint, raise_cause, verify_checkpoint
 from forge_ckpt.read.planner import check_state, state_of
-from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.retention import Keep, Retention
-from forge_ckpt.write.background import END_SECONDS, SaveEvent, SaveHandle, Stopwatch
+from forge_ckpt.write.background import END_SECONDS, SaveEvent, SaveHandle
 from forge_ckpt.write.saver import Saver, SaverOptions
 
 logger = logging.getLogger("forge_ckpt")
@@ -151,16 +150,14 @@ class Store:
         ``wait=False``: see ``max_failures``). In each of these cases the older checkpoints do not change.
         """
         self._saver.finish_pending()
-        watch = Stopwatch()
-        with self._saver.reported(step, watch):
-            repeat: str | None = self._group.map_reduce(
+        started = time.perf_counter()
+        with self._saver.reported(step, started):
+            again: bool = self._group.map_reduce(
                 lambda: self._check_save(step, state, wait, metrics), self._plan_save
             )
 
         content = functools.partial(_saved_form, state)
-        if repeat is None:
-            return self._saver.save(step, content, metrics, wait, watch)
-        return self._saver.save_again(step, content, metrics, self.path / repeat, watch)
+        return self._saver.save(step, content, metrics, wait, started, again)
 
     @_one_at_a_time
     def prepare(self, state: Mapping[str, Any]) -> None:
@@ -330,8 +327,7 @@ class Store:
         def look() -> dict[str, Any]:
             self._require_open(writing=False)
             target = directories.step_directory(self.path, step)
-            with ForgeReader(target, step=step).opened() as table:
-                return manifest.summary(table)
+            return manifest.summary(manifest.read_from(target, step))
 
         return self._group.run_on_rank_0(look)
 
@@ -359,6 +355,7 @@ class Store:
                 logger.warning("%s: %s; it is left, and the lock with it", self.path, late)
 
     def _close(self, seconds: float | None = None) -> BaseException | None:
+        """``close``, but returns the exception; TimeoutError if calls or the save last longer than ``seconds``."""
         if not self._calls.acquire(timeout=-1 if seconds is None else seconds):
             raise TimeoutError(f"another thread still uses the store after {seconds} seconds")
         try:
@@ -417,18 +414,16 @@ class Store:
     def _check_save(
         self, step: int, state: Mapping[str, Any], wait: bool, metrics: Mapping[str, float] | None
     ) -> list[Any]:
+        """Check the arguments of a save; returns those that all ranks must agree on."""
         self._require_open(writing=True)
         if type(step) is not int or not 0 <= step < 10**18:
             raise invalid("step", "range", step, "must be an integer of at least 0")
         check_state(state)
-        for name, value in (metrics or {}).items():
-            if type(name) is not str or type(value) not in (int, float) or not abs(value) < 1e300:
-                rule = "must be a finite number with a name"
-                raise invalid(f"metrics.{name}", "finite", value, rule)
+        manifest.check_metrics(metrics or {})
         return [step, bool(wait)]
 
-    def _plan_save(self, calls: list[list[Any]]) -> str | None:
-        """Rank 0: None for a new step; for a committed one, the name of a directory to write it again."""
+    def _plan_save(self, calls: list[list[Any]]) -> bool:
+        """Rank 0: whether the step is committed, and is saved again."""
         steps = [step for step, _ in calls]
         step = steps[0]
         if set(steps) != {step}:
@@ -444,14 +439,12 @@ class Store:
             rule = f"is before step {newest}, the newest in {self.path}, which the next load would take"
             fix = "load it first, or use another directory"
             raise invalid("step", "order", step, rule, fix)
-        target = directories.step_directory(self.path, step)
-        if os.path.lexists(target):
-            return f"{target.name}.tmp-again-{secrets.token_hex(4)}"
-        return None
+        return os.path.lexists(directories.step_directory(self.path, step))
 
     # ---- loading
 
     def _read(self, step: int, state: MutableMapping[str, Any], check: Check | None) -> None:
+        """Load one step; a PermissionError says which step and what to do."""
         path = directories.step_directory(self.path, step)
         try:
             load_checkpoint(self._group, path, step, state, self._threads, check)
@@ -484,7 +477,6 @@ class Store:
         if existed:
             self.quarantined.append((step, reason))
         return existed
-
 
 
 def _saved_form(state: Mapping[str, Any]) -> dict[str, Any]:

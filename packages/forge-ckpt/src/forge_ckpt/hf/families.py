@@ -122,10 +122,12 @@ def fitting_family(configs: Mapping[str, Any], wanted: str | None = None) -> HFF
 
 
 def _choice(families: Mapping[str, Any]) -> str:
+    """The fix for an unknown name: the families that there are."""
     packages = "install forge-train-core, forge-moe or forge-vlm, which have families"
     return f"use one of {', '.join(families)}" if families else packages
 
 
 def _distance(misfit: Problem) -> int:
+    """How far a misfit puts a model from a family."""
     part, _, key = misfit.key.partition(".")
     return _FAR.get(key or part, 1)

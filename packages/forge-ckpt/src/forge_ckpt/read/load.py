@@ -162,6 +162,7 @@ def _value_errors_as_corruption(where: str) -> Iterator[None]:
 
 
 def _load(value: Stateful, content: Any, where: str) -> None:
+    """``load_state_dict``; a built-in exception about values becomes StateRefused."""
     try:
         value.load_state_dict(content)
     except Exception as error:

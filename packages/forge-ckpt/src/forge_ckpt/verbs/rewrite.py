@@ -201,6 +201,7 @@ def convert(
 
 
 def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
+    """The weights of an average, divided by their sum."""
     if count < 2:
         raise invalid("checkpoints", "length", count, "must be at least two to average", "give two")
     found = [1.0] * count if weights is None else list(weights)
@@ -212,6 +213,7 @@ def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
 
 
 def _refuse_other_tensors(other: SavedTensors, last: SavedTensors) -> None:
+    """Raise ValueError for a tensor that only one of two checkpoints has, or that has another shape or dtype."""
     a, b = ({n: (e.shape, e.dtype) for n, e in s.table.tensors.items()} for s in (other, last))
     for name in sorted(a.keys() | b.keys()):
         if a.get(name) != b.get(name):
@@ -225,6 +227,7 @@ def _described(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 
 
 def _write(out: Path, table: Manifest, contents: list[Iterator[Box]], json: bool) -> int:
+    """Write the tensors and the objects of ``table`` as a step of the store ``out``, and print its path."""
     if table.step is None:
         rule = "is not in the checkpoint"
         raise invalid("step", "missing", ..., rule, "save it through a Store")
@@ -249,6 +252,7 @@ def _others(source: Path) -> list[str]:
 
 
 def _say(target: Path, json: bool, not_read: Sequence[str] = ()) -> None:
+    """Print what was written, and the files of the source that were not read."""
     if json:
         print_json({"written": str(target), **({"not_read": not_read} if not_read else {})})
     else:

@@ -146,6 +146,7 @@ class ForgeWriter(StorageWriter):
 
 
 def _manifest(step: int | None, metadata: Metadata, results: Sequence[WriteResult]) -> Manifest:
+    """The manifest of what all ranks have written."""
     file_entries: dict[str, FileEntry] = {}
     texts: dict[str, str] = {}
     locations: dict[tuple[str, tuple[int, ...]], _Location] = {}
@@ -244,6 +245,7 @@ def write_checkpoint(
 def _write_file(
     path: Path, boxes: Iterable[Box], tensors: dict[str, TensorEntry], digest: str
 ) -> FileEntry:
+    """Write boxes to a new file, and add their chunks to ``tensors``."""
     block_file = BlockFile(path, 2, digest)
     try:
         for box in boxes:
