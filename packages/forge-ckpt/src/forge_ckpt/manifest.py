@@ -356,10 +356,7 @@ def _are_separable(boxes: Sequence[Extent], num_dims: int) -> bool:
 
 
 def _chunk(
-    name: str,
-    entry: dict[str, Any],
-    dtype: torch.dtype,
-    files: dict[str, FileEntry],
+    name: str, entry: dict[str, Any], dtype: torch.dtype, files: dict[str, FileEntry]
 ) -> Chunk:
     """The entry of a chunk, whose bytes must be in a file; raises ValueError."""
     offsets = tuple(_count(n, name) for n in entry["offsets"])

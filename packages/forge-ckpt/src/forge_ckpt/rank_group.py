@@ -17,14 +17,7 @@ import torch
 import torch.distributed as dist
 
 from forge_ckpt._shared.file_bytes import byte_view
-from forge_ckpt._shared.problems import (
-    Problem,
-    ProblemError,
-    Shown,
-    WithProblems,
-    invalid,
-    show,
-)
+from forge_ckpt._shared.problems import Problem, ProblemError, Shown, WithProblems, invalid, show
 from forge_ckpt.errors import (
     CheckpointMismatch,
     CorruptCheckpoint,

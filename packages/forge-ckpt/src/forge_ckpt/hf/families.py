@@ -23,13 +23,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from forge_ckpt._shared.name_rows import Row
-from forge_ckpt._shared.problems import (
-    Problem,
-    ProblemError,
-    invalid,
-    problems_of,
-    raise_problems,
-)
+from forge_ckpt._shared.problems import Problem, ProblemError, invalid, problems_of, raise_problems
 
 GROUP = "forge.hf_families"
 #: How far a family is from a model for one misfit: other tensors are farther than another number.

@@ -188,12 +188,7 @@ def _read(
 
 
 def _block(
-    fd: int,
-    entry: FileEntry,
-    index: int,
-    pieces: list[_Piece],
-    digest_of: codec.Digest,
-    where: str,
+    fd: int, entry: FileEntry, index: int, pieces: list[_Piece], digest_of: codec.Digest, where: str
 ) -> None:
     """Read a block, compare it with its digest, and copy the pieces that are not deferred."""
     start = index * BLOCK_BYTES

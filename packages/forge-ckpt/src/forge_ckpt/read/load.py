@@ -11,13 +11,7 @@ import torch.distributed as dist
 from forge_ckpt import codec, files, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.errors import (
-    CheckpointMismatch,
-    StateRefused,
-    is_problem_error,
-    one_line,
-    restated,
-)
+from forge_ckpt.errors import CheckpointMismatch, StateRefused, is_problem_error, one_line, restated
 from forge_ckpt.files import Directory
 from forge_ckpt.protocols import Stateful
 from forge_ckpt.rank_group import RankGroup

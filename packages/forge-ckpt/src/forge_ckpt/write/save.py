@@ -106,10 +106,7 @@ class PlannedSave:
 
 
 def plan_save(
-    group: RankGroup,
-    writer: ForgeWriter,
-    content: Callable[[], dict[str, Any]],
-    plans: SavePlans,
+    group: RankGroup, writer: ForgeWriter, content: Callable[[], dict[str, Any]], plans: SavePlans
 ) -> PlannedSave:
     """Plan a checkpoint of ``content()`` on all ranks, and make its directory. Collective.
 
