@@ -281,18 +281,15 @@ def path_from_json(tree: Any) -> Path:
         raise invalid("path", "type", tree, "must be a list of steps")
 
     for step in tree:
-        if type(step) is str or type(step) is int:
-            steps.append(step)
-        elif (
-            isinstance(step, list)
-            and len(step) == 2
-            and step[0] in ("list", "tuple")
-            and type(step[1]) is int
-            and 0 <= step[1] < 1_000_000
-        ):
-            steps.append((step[0], step[1]))
-        else:
-            raise invalid("path", "step", step, "is a step, and must be a key or a position")
+        match step:
+            case str() | int() if type(step) is not bool:
+                steps.append(step)
+            case ["list" | "tuple" as kind, position] if (
+                type(position) is int and 0 <= position < 1_000_000
+            ):
+                steps.append((kind, position))
+            case _:
+                raise invalid("path", "step", step, "is a step, and must be a key or a position")
     return tuple(steps)
 
 

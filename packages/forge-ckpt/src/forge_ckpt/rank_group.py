@@ -271,10 +271,9 @@ def _lost_ranks_explained() -> Iterator[None]:
         yield
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RuntimeError(
-            f"{LOST_RANKS}: one has died, is stuck, or did not make the same call ({reason}); end all of "
-            "them and start again: the newest committed checkpoint loads"
-        ) from error
+        cause = f"one has died, is stuck, or did not make the same call ({reason})"
+        fix = "end all of them and start again: the newest committed checkpoint loads"
+        raise RuntimeError(f"{LOST_RANKS}: {cause}; {fix}") from error
 
 
 def _pack(value: Any) -> bytes:

@@ -449,12 +449,9 @@ class Store:
         try:
             load_checkpoint(self._group, path, step, state, self._threads, check)
         except PermissionError as error:
-            raise PermissionError(
-                error.errno,
-                f"step {step} cannot be read: {error.strerror}; make it readable, or move it away to "
-                "go on from an older one",
-                error.filename,
-            ) from error
+            fix = "make it readable, or move it away to go on from an older one"
+            text = f"step {step} cannot be read: {error.strerror}; {fix}"
+            raise PermissionError(error.errno, text, error.filename) from error
 
     def _quarantine(self, group: RankGroup, step: int, reason: str, may_move: bool = True) -> bool:
         """Quarantine a step, called by all ranks; False if the writer's retention has removed it."""
