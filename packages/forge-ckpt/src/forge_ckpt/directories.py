@@ -110,7 +110,7 @@ def list_steps(root: Path) -> list[int]:
 
 
 def newest_step(root: Path, up_to: int | None = None, tried: Collection[int] = ()) -> int | None:
-    """The newest step of ``list_steps``, sound or not; None if there is none. The one meaning of "newest".
+    """The newest step of ``list_steps``, sound or not; None without one. All calls use it.
 
     Steps above ``up_to`` and those in ``tried`` do not count.
     """

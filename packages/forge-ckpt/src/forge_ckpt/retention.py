@@ -144,6 +144,7 @@ class Retention:
                 return
             path = directories.step_directory(self._root, step)
             verify_checkpoint(group, path, step, threads, files.VISIBLE_SECONDS)
+
         except OSError as error:
             rule = f"step {step} was written, and cannot be read back: {error.strerror or error}"
             raise OSError(error.errno, f"{rule}; older checkpoints are kept") from error

@@ -130,7 +130,7 @@ _SIZES = ("bytes", "files", "tensors")
 
 
 def _listed(directory: Path, step: int) -> dict[str, Any]:
-    """The row of a step in ``ls``; of a corrupt one without sizes."""
+    """What ``ls`` shows of a step; of a corrupt one without sizes."""
     path = directories.step_directory(directory, step)
     saved = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", timespec="seconds")
     found: dict[str, Any] = {"step": step, "saved": saved, **dict.fromkeys(_SIZES), "error": None}

@@ -146,6 +146,7 @@ def prune(
         except CorruptCheckpoint as error:
             untouched = Problem("", "newest", ..., "is corrupt, and nothing was removed")
             raise CorruptCheckpoint([*error.problems, untouched], error.where) from None
+
         if not dry_run:
             retention.remove(old)
             old = [step for step in old if step not in directories.list_steps(directory)]

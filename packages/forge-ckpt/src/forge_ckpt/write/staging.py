@@ -86,7 +86,7 @@ class StagingArea:
 
     @staticmethod
     def _copy_from_cuda(pieces: list[Piece], memory: torch.Tensor) -> torch.cuda.Event:
-        """Queue the copies on a stream of their own; the event is recorded after the last."""
+        """Queue the copying on a stream of its own; the event is recorded after the last piece."""
         device = pieces[0].tensor.device
         stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)  # the kernels that compute the values
