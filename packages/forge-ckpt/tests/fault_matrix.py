@@ -84,19 +84,6 @@ def _half_of_a_removal(owner, name):
     setattr(owner, name, lambda path: (os.unlink(Path(path) / "data-0.bin"), die()))
 
 
-class _Directories:
-    """``os`` and ``shutil`` as one module sees them."""
-
-    def __init__(self, real):
-        self._real = real
-
-    def __getattr__(self, name):
-        return getattr(self._real, name)
-
-
-for module, name in ((forge_ckpt.directories, "os"), (forge_ckpt.directories, "shutil")):
-    setattr(module, name, _Directories(getattr(module, name)))
-
 saver, blocks = forge_ckpt.write.saver, forge_ckpt.write.blocks
 retain, writer = forge_ckpt.retention, forge_ckpt.write.writer
 folders = forge_ckpt.directories
@@ -116,7 +103,7 @@ POINTS = {
     "after the commit": (before, retain.Retention, "apply", BOTH),
     "while reading back": (before, forge_ckpt.read.load, "verify_files", BOTH),
     "before the removal": (before, retain.Retention, "remove", FIRST),
-    "while removing": (_half_of_a_removal, folders.shutil, "rmtree", FIRST),
+    "while removing": (_half_of_a_removal, folders, "remove", FIRST),
     "after the removal": (after, retain.Retention, "apply", BOTH),
     "while loading": (before, forge_ckpt.read.load.ForgeReader, "stage", BOTH),
     "while filling": (before, forge_ckpt.read.load, "fill", BOTH),

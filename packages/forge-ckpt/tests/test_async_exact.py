@@ -216,7 +216,9 @@ def test_a_checkpoint_is_on_the_disk_before_its_name_and_its_name_before_the_old
     ]
     written = [entry for entry in order if entry[0] in ("fsync", "rename")]
     assert sorted(written[:world]) == data, "every rank's file first"
-    assert written[world:] == commit
+    assert written[world:] == [*commit, ("fsync", ".")], (
+        "the removal is on the disk before files go"
+    )
     places = [place for place, (call, _) in enumerate(order) if call == "committed"]
     assert len(places) == world
     assert min(places) > order.index(commit[-1]), "no rank calls it committed before"

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.write.blocks
-from forge_ckpt import CorruptCheckpoint, Keep, SaveEvent, StepExists, Store
+from forge_ckpt import CorruptCheckpoint, Keep, SaveEvent, StepExists, Store, directories
 from forge_ckpt._shared.atomic import remove
 from forge_ckpt._shared.problems import Shown
 from forge_testing import run_on_ranks
@@ -270,8 +270,9 @@ def test_a_step_that_failed_after_its_rename_is_committed_when_it_is_saved_again
         with monkeypatch.context() as patched:
             patched.setattr("forge_ckpt.directories.sync_folder", fails)
             store.save(1, state_of(1), wait=False)
-            with pytest.raises(OSError, match="Input/output error"):
+            with pytest.raises(OSError, match="Input/output error") as caught:
                 store.wait()
+        assert directories.NOT_DURABLE in str(caught.value)
         assert [(e.kind, e.failures) for e in store.poll()][-1] == ("failed", 1)
         store.save(1, state_of(1))
         assert kinds(store.poll()) == [("committed", 1)]
@@ -688,7 +689,7 @@ def test_F189_a_step_that_disappears_is_a_failed_save_and_older_ones_stay(
         os.rename(written, target)
         remove(target / gone)
 
-    monkeypatch.setattr("forge_ckpt.write.retain.VISIBLE_SECONDS", 0.01, raising=False)
+    monkeypatch.setattr("forge_ckpt.files.VISIBLE_SECONDS", 0.01)
     with Store(tmp_path, keep_last=1) as store:
         store.save(1, state_of(1))
         monkeypatch.setattr("forge_ckpt.directories.commit", commit)

@@ -1,5 +1,6 @@
 """A writer that dies, or a disk that is full, at every point of a save: one checkpoint loads."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.lane("test")
 
 # Runs in a process of its own, with one thread: it forks a child per crash point. The child counts
 # calls that touch the disk and dies before or after the n-th; the parent then loads.
-_CRASH = """
+_CHILD = """
 import os, shutil, signal, sys
 import torch
 from forge_ckpt import Store
@@ -46,7 +47,8 @@ def child(point, steps):
             setattr(os, name, wrap(getattr(os, name)))
         for step in steps:
             store.save(step, state(step))
-
+"""
+_CRASH = """
 point, done, kinds = 0, False, set()
 while not done:
     point += 1
@@ -75,16 +77,84 @@ print(point, sorted(kinds))
 """
 
 
+def killed(script, tmp_path, mode):
+    """(number of kill points, kinds of what they left) as the script prints them."""
+    command = [sys.executable, "-W", "ignore", "-c", _CHILD + script, str(tmp_path / "store"), mode]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
+    points, kinds = run.stdout.strip().split(maxsplit=1)
+    return points, kinds
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_F53_killed_at_every_disk_call_one_checkpoint_loads(tmp_path, mode):
-    command = [sys.executable, "-W", "ignore", "-c", _CRASH, str(tmp_path / "store"), mode]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr[-2000:]
-    points, kinds = run.stdout.split(maxsplit=1)
+    points, kinds = killed(_CRASH, tmp_path, mode)
     assert int(points) >= 15, "mkdir, two files, syncs, rename, and the removal of the oldest"
     # died with a temporary directory and no step; with the step; and while removing an old one
-    assert kinds.strip() == "[(False, False), (False, True), (True, False), (True, True)]"
+    assert kinds == "[(False, False), (False, True), (True, False), (True, True)]"
+
+
+# Step 2 is damaged and saved again: the damaged one moves to quarantine, then the new one gets its name.
+_AGAIN = """
+point, done, kinds = 0, False, set()
+while not done:
+    point += 1
+    shutil.rmtree(root, ignore_errors=True)
+    with Store(root, keep_last=2) as store:
+        for step in (1, 2):
+            store.save(step, state(step))
+    with open(root + "/step-00000002/data-0.bin", "r+b") as file:
+        file.write(b"damaged")
+    pid = os.fork()
+    if pid == 0:
+        child(point, (2,))
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    done = not os.WIFSIGNALED(status)
+    assert done or os.WTERMSIG(status) == signal.SIGKILL, status
+    left = any(".tmp-" in n for n in os.listdir(root))
+    moved = os.path.exists(root + "/quarantine/step-00000002-0")
+    kinds.add((left, moved))
+    got = state(0)
+    with Store(root, keep_last=2) as store:
+        assert not [n for n in os.listdir(root) if ".tmp-" in n], "left-overs are gone"
+        step = store.load(got)
+        assert step == (2 if moved else 1), (point, step)
+        assert got["n"] == step and bool((got["w"] == step).all()), (point, step)
+print(point, sorted(kinds))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["before", "after"])
+def test_F53_killed_while_a_damaged_step_is_saved_again_the_new_copy_loads(tmp_path, mode):
+    points, kinds = killed(_AGAIN, tmp_path, mode)
+    assert int(points) >= 15
+    # died before and after the damaged one had moved, with a copy and without
+    assert kinds == "[(False, False), (False, True), (True, False), (True, True)]"
+
+
+def test_a_copy_of_a_damaged_step_outlives_a_rename_that_fails(tmp_path, monkeypatch):
+    real, state = os.rename, {"w": torch.ones(1000)}
+
+    def fails(source, target):
+        if os.path.basename(target) == "step-00000002":
+            raise OSError(errno.EIO, "Input/output error")
+        real(source, target)
+
+    with Store(tmp_path) as store:
+        store.save(1, {"w": torch.zeros(1000)})
+        store.save(2, state)
+        (tmp_path / "step-00000002/data-0.bin").write_bytes(b"damaged")
+        monkeypatch.setattr(os, "rename", fails)
+        with pytest.raises(OSError, match="step 2 "):
+            store.save(2, state)
+    monkeypatch.undo()
+    got = {"w": torch.zeros(1000)}
+    with Store(tmp_path) as store:
+        assert store.load(got) == 2
+        assert torch.equal(got["w"], state["w"])
 
 
 _FULL = """
@@ -122,8 +192,6 @@ def test_a_size_limit_is_an_error_and_the_old_checkpoint_stays(tmp_path):
 
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "rename", "mkdir"])
 def test_a_full_disk_at_any_call(tmp_path, monkeypatch, call):
-    import errno
-
     with Store(tmp_path) as store:
         store.save(1, {"w": torch.ones(10)})
 
@@ -162,30 +230,57 @@ def test_the_lock_dies_with_its_owner_and_a_forked_worker_does_not_keep_it(tmp_p
         owner.stdin.close()
 
 
-def test_a_step_is_on_the_disk_before_its_name_and_its_name_before_save_returns(
-    tmp_path, monkeypatch
-):
-    """Kills never lose the page cache, so only the order of calls shows what a power cut leaves."""
-    calls = []
-    fsync, rename = os.fsync, os.rename
+@pytest.fixture
+def calls(monkeypatch):
+    """(name, path) of the calls that change names or sync them: kills never lose the page cache, so only their order
+    shows what a power cut leaves."""
+    found = []
 
-    def recorded_fsync(fd):
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
+    def record(name, real):
+        def call(path, *args, **kwargs):
+            shown = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else os.fspath(path)
+            result = real(path, *args, **kwargs)
+            found.append((name, shown))
+            return result
 
-    def recorded_rename(source, target):
-        calls.append(("rename", str(source)))
-        rename(source, target)
+        monkeypatch.setattr(os, name, call)
 
+    for name in ("mkdir", "fsync", "rename", "unlink"):
+        record(name, getattr(os, name))
+    return found
+
+
+def test_a_step_is_on_the_disk_before_its_name_and_its_name_before_save_returns(tmp_path, calls):
     with Store(tmp_path) as store:
-        monkeypatch.setattr(os, "fsync", recorded_fsync)
-        monkeypatch.setattr(os, "rename", recorded_rename)
+        calls.clear()
         store.save(1, {"w": torch.ones(3), "n": 1})
-    (temporary,) = [path for call, path in calls if call == "rename"]
-    assert calls == [
-        ("fsync", f"{temporary}/data-0.bin"),
-        ("fsync", f"{temporary}/manifest.json"),
-        ("fsync", temporary),
-        ("rename", temporary),
-        ("fsync", str(tmp_path)),
-    ]
+        (temporary,) = [path for call, path in calls if call == "rename"]
+        assert calls == [
+            ("mkdir", temporary),
+            ("fsync", f"{temporary}/data-0.bin"),
+            ("fsync", f"{temporary}/manifest.json"),
+            ("fsync", temporary),
+            ("rename", temporary),
+            ("fsync", str(tmp_path)),
+        ]
+
+
+def test_a_new_store_is_on_the_disk_when_it_is_open(tmp_path, calls):
+    root = tmp_path / "runs" / "a"
+    Store(root).close()
+    made = [("mkdir", str(root.parent)), ("mkdir", str(root))]
+    assert calls[:2] == made
+    assert sorted(calls[2:4]) == [("fsync", str(tmp_path)), ("fsync", str(root.parent))]
+    calls.clear()
+    Store(root).close()
+    assert "fsync" not in dict(calls), "once"
+
+
+def test_a_removed_step_has_lost_its_name_on_the_disk_before_its_files_go(tmp_path, calls):
+    with Store(tmp_path) as store:
+        for step in (1, 2):
+            store.save(step, {"w": torch.ones(3)})
+        calls.clear()
+        store.discard_after(1)
+    assert calls[:2] == [("rename", f"{tmp_path}/step-00000002"), ("fsync", str(tmp_path))]
+    assert [name for name, _ in calls[2:4]] == ["unlink", "unlink"]

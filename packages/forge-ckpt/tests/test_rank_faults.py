@@ -6,6 +6,7 @@ import logging
 import os
 import resource
 import shutil
+from collections import Counter
 from datetime import timedelta
 from functools import partial
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.directories
+import forge_ckpt.files
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, Store, StoreInUse
 from forge_ckpt._shared.problems import Shown
 from forge_ckpt.write.save import PlannedSave
@@ -139,6 +141,40 @@ def test_no_tensor_of_any_rank_changes_when_the_block_of_one_is_bad(root):
         assert found == [-1.0], "vote between verifying and copying"
     again = run_on_ranks(WORLD, load_once, str(root))  # never from nothing without a word
     assert [result[0] for result, *_ in again] == ["CorruptCheckpoint"] * WORLD
+
+
+def hidden_on_rank_1(root, names, looks, seconds):
+    """What a load finds if rank 1 sees each of ``names`` only at a later look, as on NFS; and a verify of step 2."""
+    real, real_seconds, seen = os.open, forge_ckpt.files.VISIBLE_SECONDS, Counter()
+
+    def late(path, *args, **kwargs):
+        name = os.path.basename(path)
+        seen[name] += 1
+        if name in names and seen[name] <= looks:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(path))
+        return real(path, *args, **kwargs)
+
+    forge_ckpt.files.VISIBLE_SECONDS = seconds
+    try:
+        with Store(root, read_only=seconds < 1) as store:
+            verified = []
+            for run in (lambda: store.verify(2), lambda: store.load(state_of(-1))):
+                seen.clear()
+                os.open = late if dist.get_rank() == 1 else real
+                verified.append(outcome(run))
+                os.open = real
+            return verified, [step for step, _ in store.quarantined], store.steps()
+    finally:
+        os.open, forge_ckpt.files.VISIBLE_SECONDS = real, real_seconds
+
+
+def test_what_another_host_sees_late_is_not_damaged(root):
+    hidden = ["step-00000002", "data-0.bin", "data-1.bin", "data-2.bin"]
+    results = run_on_ranks(WORLD, hidden_on_rank_1, str(root), hidden, 2, 60.0)
+    assert results == [([None, 2], [], [1, 2])] * WORLD
+    results = run_on_ranks(WORLD, hidden_on_rank_1, str(root), hidden[:1], 10**9, 0.1)
+    for ((kind, _), loaded), aside, steps in results:
+        assert (kind, loaded, aside, steps) == ("CorruptCheckpoint", 1, [2], [1, 2])
 
 
 def test_read_only_ranks_fall_back_and_rename_nothing(root):

@@ -12,14 +12,21 @@ from torch import nn
 
 from forge_ckpt import (
     CheckpointMismatch,
+    CorruptCheckpoint,
     ForgeReader,
     Keep,
     RNGState,
     StepExists,
     Store,
     StoreInUse,
+    load_step,
+    load_weights,
+    read_tensors,
 )
 from forge_ckpt._shared.problems import Shown
+from forge_ckpt.frozen_base import FrozenBase
+from forge_ckpt.verbs.rewrite import prune
+from forge_ckpt.write.writer import write_checkpoint
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -470,6 +477,63 @@ def test_a_file_system_without_flock_says_so(tmp_path, monkeypatch, caplog):
     assert left.is_dir(), "without a lock it may be a live writer's"
 
 
+def test_a_step_that_lost_its_manifest_is_the_newest_of_all_calls(tmp_path):
+    state = {"model": torch.zeros(3)}
+    with Store(tmp_path, keep_last=9) as store:
+        for step in (100, 150, 200, 300):
+            store.save(step, state)
+    for step in (200, 300):
+        (tmp_path / f"step-00000{step}" / "manifest.json").unlink()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for call in (
+        lambda: load_step(tmp_path, state),
+        lambda: load_weights(tmp_path, nn.Module()),
+        lambda: list(read_tensors(tmp_path)),
+        lambda: prune(tmp_path, last=1),
+        lambda: prune(tmp_path, last=1, dry_run=True),
+    ):
+        with pytest.raises(CorruptCheckpoint, match="step-00000300"):
+            call()
+    with rejects("step", 250, "order", StepExists):
+        write_checkpoint(tmp_path, 250, [], {})
+    with Store(tmp_path) as store:
+        with rejects("step", 250, "order"):
+            store.save(250, state)
+        assert sorted(path.name for path in tmp_path.iterdir()) == before
+        assert store.load(state, newest=250) == 150
+        assert [step for step, _ in store.quarantined] == [200]
+        assert store.discard_after(150) == [300], "what is left would be the newest"
+        store.save(250, state)
+        assert store.load(state) == 250
+
+
+def test_a_base_is_saved_after_a_step_that_lost_its_manifest(tmp_path):
+    model = nn.Linear(2, 2)
+    FrozenBase(tmp_path, model, {"weight"}).save()
+    (tmp_path / "step-00000000").rename(tmp_path / "step-00000004")
+    (tmp_path / "step-00000004" / "manifest.json").unlink()
+    FrozenBase(tmp_path, model, {"weight"}).save()
+    assert dict(read_tensors(tmp_path))["model.weight"].equal(model.weight)
+
+
+def test_steps_above_the_wanted_one_do_not_count_in_quarantine_either(tmp_path):
+    state = {"x": torch.zeros(3)}
+    with Store(tmp_path, keep_last=9) as store:
+        for step in (3, 6, 9):
+            store.save(step, state)
+        for step in (3, 6):
+            (tmp_path / f"step-0000000{step}" / "manifest.json").write_text("{")
+        assert store.load(state, newest=2) is None
+        assert store.steps() == [3, 6, 9]
+        with pytest.raises(CorruptCheckpoint):
+            store.load(state, newest=6)
+        with rejects("quarantine", "step-00000003-0", "earlier", CorruptCheckpoint) as caught:
+            store.load(state, newest=5)
+        assert len(caught.value.problems) == 2, "not step 6"
+        assert store.load(state, newest=2) is None
+        assert store.load(state) == 9
+
+
 @pytest.mark.parametrize("keep_last", [0, -1, True, 1.5])
 def test_keep_last_is_a_positive_integer(tmp_path, keep_last):
     with rejects("keep_last", keep_last, "range"):
@@ -538,7 +602,7 @@ def test_a_left_over_that_a_failing_disk_keeps_stops_no_run(tmp_path, monkeypatc
 
     left = tmp_path / "step-00000009.tmp-0123abcd"
     left.mkdir()
-    monkeypatch.setattr("forge_ckpt.directories.shutil.rmtree", fails)
+    monkeypatch.setattr("forge_ckpt.directories.remove", fails)
     with Store(tmp_path) as store:
         store.save(9, {"v": 1})
         assert store.load({"v": 0}) == 9

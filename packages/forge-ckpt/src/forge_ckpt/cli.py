@@ -71,6 +71,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: object, code: int) -> int:
+    """Print the problems of an error, or the limit that caused it, on stderr; returns the exit code."""
     limit = limit_problem(error) if isinstance(error, BaseException) else None
     # a line for each problem: names from a disk may have line breaks of their own
     where = "" if limit else getattr(error, "where", "")

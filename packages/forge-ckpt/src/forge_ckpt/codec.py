@@ -135,6 +135,7 @@ def dtype_from_name(name: Any) -> torch.dtype:
 
 
 def _encode_dict(value: dict[Any, Any], where: str) -> Any:
+    """A JSON object for keys that are all text, else a tag with pairs."""
     plain = type(value) is dict and all(type(key) is str for key in value) and TAG not in value
     if plain:
         return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}
@@ -166,6 +167,7 @@ def _decode_array(parts: list[Any]) -> Any:
 
 
 def _unknown(value: Any, where: str) -> Any:
+    """The error of a value that is not stored, to be raised."""
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__ == "numpy":
@@ -279,23 +281,21 @@ def path_from_json(tree: Any) -> Path:
         raise invalid("path", "type", tree, "must be a list of steps")
 
     for step in tree:
-        if type(step) is str or type(step) is int:
-            steps.append(step)
-        elif (
-            isinstance(step, list)
-            and len(step) == 2
-            and step[0] in ("list", "tuple")
-            and type(step[1]) is int
-            and 0 <= step[1] < 1_000_000
-        ):
-            steps.append((step[0], step[1]))
-        else:
-            raise invalid("path", "step", step, "is a step, and must be a key or a position")
+        match step:
+            case str() | int() if type(step) is not bool:
+                steps.append(step)
+            case ["list" | "tuple" as kind, position] if (
+                type(position) is int and 0 <= position < 1_000_000
+            ):
+                steps.append((kind, position))
+            case _:
+                raise invalid("path", "step", step, "is a step, and must be a key or a position")
     return tuple(steps)
 
 
 # A generator, as a nested function that calls itself is a cycle: it would keep all tensors until a collection.
 def _leaves(value: Any, path: Path, saving: bool) -> Iterator[tuple[Path, Any]]:
+    """(path, value) of all leaves below ``path``."""
     children = _children(value, path) if _has_tensor(value) else None
     if children is None:
         yield path, value
@@ -308,6 +308,7 @@ def _leaves(value: Any, path: Path, saving: bool) -> Iterator[tuple[Path, Any]]:
 
 
 def _children(value: Any, path: Path) -> list[tuple[Step, Any]] | None:
+    """(step, child) of a mapping, list or tuple; None for a leaf. Raises ValueError for keys of other types."""
     if isinstance(value, Mapping):
         for key in value:
             if type(key) not in (str, int):

@@ -1,9 +1,14 @@
-"""The directories of a store: committed steps, temporary ones, the quarantine, the lock of the one writer.
+"""The directories of a store, and which checkpoint is the newest.
 
-step-00000100/                 committed (it holds a manifest)
-step-00000200.tmp-9f3c21ab/    temporary: being written, or left by a writer that died
-quarantine/step-00000150-0/    found corrupt, kept for inspection
-lock                           held by the writer
+step-00000100/                     a checkpoint; it has a manifest, which was written last: it is committed
+step-00000200.tmp-9f3c21ab/        temporary: being written or removed, or left by a process that died
+step-00000150.tmp-again-01ab23cd/  a complete second copy of a step that is saved again (`remove_temporary`)
+quarantine/step-00000150-0/        found corrupt, kept for inspection
+lock                               held by the writer
+
+The newest checkpoint is the largest N of the names ``step-N`` (`newest_step`): a load tries it first, and goes down from
+there. A name without a manifest counts. A rename commits a step with its manifest, so that step has lost it, and is
+corrupt; if it did not count, a store whose manifests are lost would be taken for a new one.
 """
 
 import errno
@@ -11,8 +16,8 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import socket
+from collections.abc import Collection
 from pathlib import Path
 
 from forge_ckpt import manifest
@@ -64,16 +69,8 @@ def refuse_another_directory(directory: Path, owner: str | None) -> None:
 
 
 _FORMATS = (  # (pattern of a file, the format, the call that reads it)
-    (
-        ".metadata",
-        "a checkpoint of torch.distributed.checkpoint",
-        "forge-ckpt convert PATH OUT",
-    ),
-    (
-        "*.safetensors",
-        "weights as Hugging Face writes them",
-        "forge_ckpt.load_hf(path, rows)",
-    ),
+    (".metadata", "a checkpoint of torch.distributed.checkpoint", "forge-ckpt convert PATH OUT"),
+    ("*.safetensors", "weights as Hugging Face writes them", "forge_ckpt.load_hf(path, rows)"),
     ("manifest.json", "one checkpoint", "Store on the directory above it, or ForgeReader"),
 )
 
@@ -92,6 +89,9 @@ logger = logging.getLogger("forge_ckpt")
 QUARANTINE = "quarantine"
 _STEP = re.compile(r"step-(\d{8,18})")
 _TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-.+")
+# A copy of a step that is committed under this name; one that is being written has a second ".tmp-".
+_AGAIN = re.compile(r"(step-\d{8,18})\.tmp-again-[0-9a-f]{8}")
+NOT_DURABLE = "has its name, and may not be durable"  # in the text of that OSError
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -100,7 +100,7 @@ def step_directory(root: Path, step: int) -> Path:
 
 
 def list_steps(root: Path) -> list[int]:
-    """All steps with a directory, with a manifest or without, oldest first."""
+    """The numbers of all names ``step-N``, oldest first: also of files and links, and of what has no manifest."""
     steps = []
     for name in os.listdir(root):
         match = _STEP.fullmatch(name)
@@ -109,8 +109,17 @@ def list_steps(root: Path) -> list[int]:
     return sorted(steps)
 
 
+def newest_step(root: Path, up_to: int | None = None, tried: Collection[int] = ()) -> int | None:
+    """The newest step of ``list_steps``, sound or not; None without one. All calls use it.
+
+    Steps above ``up_to`` and those in ``tried`` do not count.
+    """
+    steps = (s for s in list_steps(root) if s not in tried and (up_to is None or s <= up_to))
+    return max(steps, default=None)
+
+
 def committed_steps(root: Path) -> list[int]:
-    """Steps whose directory holds a manifest, oldest first."""
+    """Steps whose directory holds a manifest, oldest first: retention counts these."""
     found = {step: step_directory(root, step) for step in list_steps(root)}
     return [
         step
@@ -119,13 +128,31 @@ def committed_steps(root: Path) -> list[int]:
     ]
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory and its parents, durably: a power loss could else take a new store and all its steps."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
 def commit(written: Path, target: Path) -> None:
     """Give a complete directory its final name, durably.
 
     The caller has fsynced its files and the directory: a rename can reach the disk before them.
     """
     os.rename(written, target)
-    sync_folder(target.parent)  # else a power loss may undo the rename after save returned
+    try:
+        sync_folder(target.parent)  # else a power loss may undo the rename after save returned
+    except OSError as error:
+        raise OSError(
+            error.errno, f"{target.name} {NOT_DURABLE}: {error.strerror or error}"
+        ) from error
+
+
+def second_copy(step: Path) -> Path:
+    """A new name for a complete copy of a committed step, which is saved again."""
+    return step.with_name(f"{step.name}.tmp-again-{secrets.token_hex(4)}")
 
 
 def seal(temporary: Path, table: manifest.Manifest, target: Path) -> None:
@@ -147,7 +174,8 @@ def remove_step(path: Path) -> None:
     """Rename a step to a temporary name, then delete it: a crash between leaves no half of a step."""
     doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     os.rename(path, doomed)
-    shutil.rmtree(doomed)
+    sync_folder(path.parent)  # else the disk may have lost files and not have the new name
+    remove(doomed)
 
 
 def temporary_names(root: Path) -> list[str]:
@@ -158,12 +186,17 @@ def temporary_names(root: Path) -> list[str]:
 def remove_temporary(root: Path) -> list[str]:
     """Delete temporary directories and return their names. Hold the lock: they may be in use.
 
-    One that cannot be deleted is left with a warning: no save takes its name.
+    A complete copy of a step whose name is free is committed instead: its writer died after it had moved the damaged
+    step to quarantine. What cannot be deleted or renamed is left with a warning: no save takes its name.
     """
     removed = []
     for name in temporary_names(root):
-        path = root / name
+        path, again = root / name, _AGAIN.fullmatch(name)
         try:
+            if again and not os.path.lexists(root / again[1]):
+                commit(path, root / again[1])
+                logger.info("%s: committed %s, which a writer left as %s", root, again[1], name)
+                continue
             remove(path)
             removed.append(name)
         except OSError as error:
@@ -203,10 +236,12 @@ def quarantine(root: Path, step: int) -> Path:
     return target
 
 
-def quarantined(root: Path) -> list[str]:
-    """Names in quarantine, oldest step first."""
+def quarantined(root: Path, up_to: int | None = None) -> list[str]:
+    """Names in quarantine, oldest step first; with ``up_to`` without those of later steps."""
     folder = root / QUARANTINE
-    return sorted(os.listdir(folder)) if folder.is_dir() else []
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    steps = [(_STEP.match(name), name) for name in names]
+    return [name for step, name in steps if up_to is None or not step or int(step[1]) <= up_to]
 
 
 __getattr__ = renamed(__name__)

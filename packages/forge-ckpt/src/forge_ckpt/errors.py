@@ -6,7 +6,7 @@ from typing import Any
 
 from forge_ckpt._shared.problems import Problem, WithProblems, invalid, problems_of
 
-_SHOWN = 8  # differences that a CheckpointMismatch lists
+_SHOWN_DIFFERENCES = 8
 _PROBLEMS = "._shared.problems"  # each package has a copy of the module
 
 
@@ -59,6 +59,6 @@ def restated(error: BaseException, where: object, kind: type[Any] = CorruptCheck
 
 def mismatch(header: Problem, differences: Sequence[Problem]) -> CheckpointMismatch:
     """The error of ``header`` and the first of the ``differences``, to be raised."""
-    more = len(differences) - _SHOWN
+    more = len(differences) - _SHOWN_DIFFERENCES
     rest = [Problem("", "more", more, "more differences are not shown")] if more > 0 else []
-    return CheckpointMismatch([header, *differences[:_SHOWN], *rest])
+    return CheckpointMismatch([header, *differences[:_SHOWN_DIFFERENCES], *rest])

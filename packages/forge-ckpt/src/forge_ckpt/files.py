@@ -12,8 +12,9 @@ from forge_ckpt.errors import corrupt
 
 # Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
 _DAMAGE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO}
-# Network file systems show new names of another host late.
+# Network file systems show new names of another host late, or for a moment as those of a removed file.
 _LATE = {errno.ENOENT, errno.ESTALE}
+VISIBLE_SECONDS = 10.0  # that a new name may take to be seen by other hosts
 
 
 def file_stamp(fd: int) -> tuple[int, ...]:
@@ -58,11 +59,13 @@ class Directory:
     """A checkpoint directory held open by its descriptor: all files come from one checkpoint, even if
     the directory is renamed meanwhile, and no name leads out of it.
 
-    With ``seconds`` a missing name is looked for so long, and then an OSError instead of CorruptCheckpoint.
+    With ``seconds`` a missing name is looked for so long. If it does not appear, that is an OSError, or, with
+    ``late_is_corrupt`` as without ``seconds``, CorruptCheckpoint.
     """
 
-    def __init__(self, path: Path, seconds: float = 0.0) -> None:
+    def __init__(self, path: Path, seconds: float = 0.0, late_is_corrupt: bool = False) -> None:
         self.path, self._seconds = path, seconds
+        self._kept = _LATE if seconds and not late_is_corrupt else ()
         self._fd = self._open(path, str(path), os.O_RDONLY | os.O_DIRECTORY)
 
     def open(self, name: str) -> tuple[int, int]:
@@ -90,8 +93,9 @@ class Directory:
         return True
 
     def _open(self, name: Path | str, where: str, flags: int, parent: int | None = None) -> int:
+        """Open a file or directory without following links, and look again for a missing one."""
         deadline = time.monotonic() + self._seconds
-        with os_errors_as_corruption(where, _LATE if self._seconds else ()):
+        with os_errors_as_corruption(where, self._kept):
             while True:
                 try:
                     return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
+from forge_ckpt.directories import newest_step
 from forge_ckpt.errors import CheckpointMismatch
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.tensors import SavedTensors
@@ -66,7 +67,9 @@ class FrozenBase:
         """Write the weights as they are now, durably."""
         with Store(self._path, group=self._group, keep=Keep(last=1)) as store:
             # a process that ended before its first checkpoint may have left another base
-            store.save(max(store.steps(), default=-1) + 1, {"model": self._state_of(self._frozen)})
+            newest = RankGroup(self._group).run_on_rank_0(lambda: newest_step(self._path))
+            step = 0 if newest is None else newest + 1
+            store.save(step, {"model": self._state_of(self._frozen)})
         self._digest = self._saved_digest()
 
     def load(self) -> None:

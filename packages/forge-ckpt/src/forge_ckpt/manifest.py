@@ -13,8 +13,9 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +29,9 @@ from forge_ckpt.files import Directory
 NAME = "manifest.json"
 FORMATS = (1, 2)
 BLOCK_BYTES = 4 * 2**20
-ALIGN = 64  # bytes; each tensor starts at a multiple, so that any dtype can be memory-mapped
-MAX_BYTES = 2**30  # of a manifest; 2**30 bytes describe about 60 TB of tensors
-MAX_DIMS = 64  # of a tensor that torch makes
+ALIGN = 64  # each tensor starts at a multiple, so that any dtype can be memory-mapped
+MAX_BYTES = 2**30  # as many describe about 60 TB of tensors
+MAX_DIMS = 64  # torch makes no tensor of more
 _FILE = re.compile(r"data-(0|[1-9][0-9]{0,6})\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX, _MIDDLE, _SUFFIX = b'{"sha256": "', b'", "manifest": ', b"}\n"
@@ -99,6 +100,16 @@ class Manifest:
         entries: dict[str, TensorEntry | ObjectEntry] = {**self.tensors, **self.objects}
         return {name: entry.path for name, entry in entries.items()}
 
+    def below(self, name: str) -> dict[codec.Path, str]:
+        """{path below ``name``: saved name} of tensors and objects."""
+        return {path[1:]: key for key, path in self.paths().items() if path[0] == name}
+
+    def tensors_below(self, name: str) -> dict[str, str]:
+        """{name below ``name``: saved name} of tensors."""
+        prefix = f"{name}."
+        found = (key for key, entry in self.tensors.items() if entry.path[0] == name)
+        return {key.removeprefix(prefix): key for key in found}
+
     def content(self) -> tuple[Any, ...]:
         """A key that is equal for two checkpoints of the same bits, whatever torch wrote them."""
         return self.step, self.files, self.tensors, self.objects
@@ -119,6 +130,12 @@ def read(directory: Directory, step: int | None = None) -> Manifest:
     for a format that a newer version wrote, and for a digest whose package is not installed.
     """
     return check(read_bytes(directory), directory, step)
+
+
+def read_from(path: Path, step: int | None = None, seconds: float = 0.0) -> Manifest:
+    """:func:`read` of a directory that is not open; its names are waited for ``seconds``."""
+    with Directory(path, seconds) as directory:
+        return read(directory, step)
 
 
 def check(data: bytes, directory: Directory, step: int | None = None) -> Manifest:
@@ -154,6 +171,7 @@ def read_bytes(directory: Directory) -> bytes:
 
 
 def _damaged(where: str) -> Any:
+    """The error of bytes that are not those of their digest, to be raised."""
     return corrupt(where, "", ..., "does not match its own digest", code="digest")
 
 
@@ -217,9 +235,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
     tensors, number = {}, 1 if manifest.digest == codec.DEFAULT_DIGEST else 2
     for name, entry in manifest.tensors.items():
         keys = ("offsets", "sizes", "file", "start", "bytes")
-        chunks = [
-            dict(zip(keys, (c.offsets, c.sizes, c.file, c.start, c.length))) for c in entry.chunks
-        ]
+        chunks = [dict(zip(keys, vars(chunk).values())) for chunk in entry.chunks]
         path, dtype = codec.path_to_json(entry.path), codec.dtype_name(entry.dtype)
         tensors[name] = {"path": path, "shape": entry.shape, "dtype": dtype, "chunks": chunks}
 
@@ -258,7 +274,7 @@ def _from_json(table: dict[str, Any], digest: str) -> Manifest:
         name: ObjectEntry(codec.path_from_json(entry["path"]), entry["value"])
         for name, entry in table["objects"].items()
     }
-    metrics = _metrics(table.get("metrics", {}))
+    metrics = check_metrics(table.get("metrics", {}))
     manifest = Manifest(step, str(table["torch"]), files, tensors, object_entries, metrics, digest)
     if both := tensors.keys() & object_entries.keys():
         raise invalid(min(both), "duplicate", ..., "is the name of a tensor and of an object")
@@ -268,15 +284,18 @@ def _from_json(table: dict[str, Any], digest: str) -> Manifest:
     return manifest
 
 
-def _metrics(table: dict[str, Any]) -> dict[str, float]:
+def check_metrics(table: Mapping[Any, Any]) -> dict[str, float]:
+    """The numbers of a step by name; raises ValueError for one that is not finite, or has no name."""
     for name, value in table.items():
         # nan is not, 10**400 has no float
-        if type(value) not in (int, float) or not abs(value) < 1e300:
-            raise invalid(f"metrics.{name}", "finite", value, "must be a finite number")
+        if type(name) is not str or type(value) not in (int, float) or not abs(value) < 1e300:
+            rule = "must be a finite number with a name"
+            raise invalid(f"metrics.{name}", "finite", value, rule)
     return {name: float(value) for name, value in table.items()}
 
 
 def _file(name: str, entry: dict[str, Any], digest: str) -> FileEntry:
+    """The entry of a file; ValueError for a name outside the directory, and for digests that do not fit."""
     if not _FILE.fullmatch(name):
         raise invalid("files", "name", name, "must be data-<number>.bin inside the directory")
     blocks = tuple(entry["blocks"])
@@ -290,6 +309,7 @@ def _file(name: str, entry: dict[str, Any], digest: str) -> FileEntry:
 
 
 def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> TensorEntry:
+    """The entry of a tensor, whose chunks must tile it; raises ValueError."""
     if len(entry["shape"]) > MAX_DIMS:
         rule = f"dims are more than the {MAX_DIMS} of any tensor"
         raise invalid(name, "dims", len(entry["shape"]), rule)
@@ -336,11 +356,9 @@ def _are_separable(boxes: Sequence[Extent], num_dims: int) -> bool:
 
 
 def _chunk(
-    name: str,
-    entry: dict[str, Any],
-    dtype: torch.dtype,
-    files: dict[str, FileEntry],
+    name: str, entry: dict[str, Any], dtype: torch.dtype, files: dict[str, FileEntry]
 ) -> Chunk:
+    """The entry of a chunk, whose bytes must be in a file; raises ValueError."""
     offsets = tuple(_count(n, name) for n in entry["offsets"])
     sizes = tuple(_count(n, name) for n in entry["sizes"])
     start, length = _count(entry["start"], name), _count(entry["bytes"], name)
@@ -352,6 +370,7 @@ def _chunk(
 
 
 def _count(value: Any, name: str) -> int:
+    """``value`` if it is an integer of 0 or more, below 2**60, else ValueError."""
     if type(value) is not int or not 0 <= value < 2**60:
         raise invalid(name, "count", value, "must be an integer of 0 or more")
     return value

@@ -30,11 +30,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Its state; tensors in it are saved as they are, and a load fills the same tensors in place."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
         """Restore it; called after all ranks have read and verified their states."""
-        ...
 
 
 class ReplacesState(Stateful, Protocol):
@@ -54,7 +52,6 @@ class SelectsState(Stateful, Protocol):
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
         """The paths that it loads, of the saved paths below its name; the others are not read."""
-        ...
 
 
 class FillsState(Stateful, Protocol):
@@ -62,7 +59,6 @@ class FillsState(Stateful, Protocol):
 
     def load_fills(self, saved: list[Path]) -> dict[str, Any]:
         """The part of its state that the saved paths can fill."""
-        ...
 
 
 class ChecksState(Stateful, Protocol):
@@ -70,7 +66,6 @@ class ChecksState(Stateful, Protocol):
 
     def load_checks(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state that it could not load."""
-        ...
 
 
 class WholeTensors(Protocol):
@@ -80,4 +75,3 @@ class WholeTensors(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The whole tensor, on the CPU."""
-        ...

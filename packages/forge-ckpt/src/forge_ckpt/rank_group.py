@@ -17,14 +17,7 @@ import torch
 import torch.distributed as dist
 
 from forge_ckpt._shared.file_bytes import byte_view
-from forge_ckpt._shared.problems import (
-    Problem,
-    ProblemError,
-    Shown,
-    WithProblems,
-    invalid,
-    show,
-)
+from forge_ckpt._shared.problems import Problem, ProblemError, Shown, WithProblems, invalid, show
 from forge_ckpt.errors import (
     CheckpointMismatch,
     CorruptCheckpoint,
@@ -181,7 +174,11 @@ class RankGroup:
         if report["errno"] is not None:
             raise OSError(report["errno"], text) from own
         kind = _CLASSES[report["kind"]]
-        if problems := [_problem(*fields) for fields in report["problems"]]:
+        problems = [
+            Problem(key, code, ... if shown is None else Shown(shown), *texts)
+            for key, code, shown, *texts in report["problems"]
+        ]
+        if problems:
             kind = ProblemError if kind is ValueError else kind
             if issubclass(kind, WithProblems):
                 raise kind(problems, ": ".join(filter(None, [*ranks, report["where"]]))) from own
@@ -236,6 +233,7 @@ def _outcome(run: Callable[[], Any]) -> tuple[_Outcome, BaseException | None]:
 
 
 def _attempt(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """The result of ``run`` and None, or None and its exception."""
     try:
         return run(), None
     except BaseException as error:  # KeyboardInterrupt too: the others must learn of it, not hang
@@ -259,12 +257,8 @@ def _failure(error: BaseException) -> _Failure:
     return {**report, "where": found.where, "problems": problems}
 
 
-def _problem(key: str, code: str, value: str | None, *texts: str) -> Problem:
-    """A problem of another rank, which sent its value as text."""
-    return Problem(key, code, ... if value is None else Shown(value), *texts)
-
-
 def _rank_names(ranks: list[int]) -> str:
+    """ "rank 1", "ranks 0, 1, 2, 3 and 4 more"."""
     shown = ", ".join(str(rank) for rank in ranks[:4])
     more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
@@ -272,17 +266,18 @@ def _rank_names(ranks: list[int]) -> str:
 
 @contextlib.contextmanager
 def _lost_ranks_explained() -> Iterator[None]:
+    """Begin the text of a RuntimeError of a collective with LOST_RANKS."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RuntimeError(
-            f"{LOST_RANKS}: one has died, is stuck, or did not make the same call ({reason}); end all of "
-            "them and start again: the newest committed checkpoint loads"
-        ) from error
+        cause = f"one has died, is stuck, or did not make the same call ({reason})"
+        fix = "end all of them and start again: the newest committed checkpoint loads"
+        raise RuntimeError(f"{LOST_RANKS}: {cause}; {fix}") from error
 
 
 def _pack(value: Any) -> bytes:
+    """``value`` as compressed JSON."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
 
 
@@ -291,6 +286,7 @@ def _unpack(data: bytes) -> Any:
 
 
 def _padded(data: bytes, size: int) -> torch.Tensor:
+    """(size,) uint8 that begins with ``data``: all ranks send tensors of one size."""
     tensor = torch.zeros(size, dtype=torch.uint8)
     byte_view(tensor)[: len(data)] = data
     return tensor

@@ -1,5 +1,6 @@
 """Which checkpoints are kept: a pure function of steps, their metrics and a rule; and the removal of the others."""
 
+import contextlib
 import importlib
 import logging
 import math
@@ -7,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from forge_ckpt import directories, manifest
+from forge_ckpt import directories, files, manifest
 from forge_ckpt._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_ckpt.errors import CorruptCheckpoint
-from forge_ckpt.files import Directory
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import verify_checkpoint
 
@@ -118,7 +118,6 @@ def _resolve(milestones: str | _Milestones | None) -> _Milestones:
 
 logger = logging.getLogger("forge_ckpt")
 Metrics = dict[str, float]
-VISIBLE_SECONDS = 10.0  # that the names of a new step may take to be seen, on network file systems
 
 
 class Retention:
@@ -138,11 +137,14 @@ class Retention:
         raised and nothing is removed. If it cannot be found, OSError is raised.
         """
         try:
-            old: list[int] = group.run_on_rank_0(lambda: self.outdated_by(step))
+            old: list[int] = group.run_on_rank_0(
+                lambda: self.outdated_by(step, files.VISIBLE_SECONDS)
+            )
             if not old:
                 return
             path = directories.step_directory(self._root, step)
-            verify_checkpoint(group, path, step, threads, VISIBLE_SECONDS)
+            verify_checkpoint(group, path, step, threads, files.VISIBLE_SECONDS)
+
         except OSError as error:
             rule = f"step {step} was written, and cannot be read back: {error.strerror or error}"
             raise OSError(error.errno, f"{rule}; older checkpoints are kept") from error
@@ -153,23 +155,21 @@ class Retention:
             raise CorruptCheckpoint([*error.problems, new], error.where) from error
         group.run_on_rank_0(lambda: self.remove(old))
 
-    def outdated_by(self, step: int) -> list[int]:
-        """The committed steps to remove when ``step`` is the newest; its manifest is read."""
-        # reads the new manifest from disk in any case
-        self._metrics[step] = self._read_metrics(step, VISIBLE_SECONDS)
-        steps = directories.committed_steps(self._root)
-        if self._keep.best is not None:
-            for other in steps:
-                if other not in self._metrics:
-                    try:
-                        self._metrics[other] = self._read_metrics(other)
-                    except CorruptCheckpoint:  # a load will tell; it competes with no value
-                        self._metrics[other] = {}
-        return outdated(steps, self._metrics, self._keep)
+    def outdated_by(self, step: int, seconds: float = 0.0) -> list[int]:
+        """The committed steps to remove when ``step`` is the newest. Its manifest is read, or waited for ``seconds``."""
 
-    def _read_metrics(self, step: int, seconds: float = 0.0) -> Metrics:
-        with Directory(directories.step_directory(self._root, step), seconds) as directory:
-            return manifest.read(directory, step).metrics
+        def read(step: int, seconds: float = 0.0) -> None:
+            path = directories.step_directory(self._root, step)
+            self._metrics[step] = manifest.read_from(path, step, seconds).metrics
+
+        read(step, seconds)
+        steps = directories.committed_steps(self._root)
+        for other in steps if self._keep.best is not None else ():
+            if other not in self._metrics:
+                self._metrics[other] = {}  # a damaged one competes with no value; a load will tell
+                with contextlib.suppress(CorruptCheckpoint):
+                    read(other)
+        return outdated(steps, self._metrics, self._keep)
 
     def remove(self, old: list[int]) -> None:
         """Remove the steps; one that cannot be removed is a warning."""

@@ -113,10 +113,12 @@ def seed_process(seed: int, stream: int) -> None:
 
 
 def _alone() -> bool:
+    """Whether no other rank draws numbers."""
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
 def _stream() -> dict[str, Any]:
+    """The states of this process's generators, as ``RNGState.state_dict`` describes them."""
     cuda = None
     if torch.cuda.is_available():
         states = torch.cuda.get_rng_state_all() if _alone() else [torch.cuda.get_rng_state()]
@@ -131,6 +133,7 @@ def _stream() -> dict[str, Any]:
 
 
 def _continue(stream: dict[str, Any]) -> None:
+    """Set the generators to the states of a saved stream."""
     alone = _alone()
     random.setstate(stream["python"])
     torch.set_rng_state(stream["torch"])
@@ -153,6 +156,7 @@ def _continue(stream: dict[str, Any]) -> None:
 
 
 def _start(stream: dict[str, Any], number: int, count: int) -> None:
+    """Seed the generators from a saved stream, for stream ``number`` of ``count``."""
     digest = hashlib.sha256(f"forge-ckpt stream {number} of {count}\n".encode())
     digest.update(repr(stream["python"]).encode())
     digest.update(bytes(stream["torch"].tolist()))

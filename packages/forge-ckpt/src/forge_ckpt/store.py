@@ -3,10 +3,10 @@
 import functools
 import logging
 import os
-import secrets
 import threading
+import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -20,9 +20,8 @@ from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefuse
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import Check, load_checkpoint, raise_cause, verify_checkpoint
 from forge_ckpt.read.planner import check_state, state_of
-from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.retention import Keep, Retention
-from forge_ckpt.write.background import END_SECONDS, SaveEvent, SaveHandle, Stopwatch
+from forge_ckpt.write.background import END_SECONDS, SaveEvent, SaveHandle
 from forge_ckpt.write.saver import Saver, SaverOptions
 
 logger = logging.getLogger("forge_ckpt")
@@ -70,7 +69,7 @@ class Store:
     the order must be the same on all of them. A forked child has no lock, and must open a store of its own.
 
     Opening for writing makes the directory, takes its lock (StoreInUse) and removes the temporary
-    directories of dead writers. ``read_only=True`` changes nothing on disk and takes no lock. Raises
+    directories of dead writers (on a file system without locks they stay: their writer may be alive). ``read_only=True`` changes nothing on disk and takes no lock. Raises
     ValueError for a path that cannot be such a directory.
 
     ``keep``: a :class:`forge_ckpt.Keep` for other rules than ``keep_last``. ``digest``: "sha256", or
@@ -151,16 +150,14 @@ class Store:
         ``wait=False``: see ``max_failures``). In each of these cases the older checkpoints do not change.
         """
         self._saver.finish_pending()
-        watch = Stopwatch()
-        with self._saver.reported(step, watch):
-            repeat: str | None = self._group.map_reduce(
+        started = time.perf_counter()
+        with self._saver.reported(step, started):
+            again: bool = self._group.map_reduce(
                 lambda: self._check_save(step, state, wait, metrics), self._plan_save
             )
 
-        content = functools.partial(_content, state)
-        if repeat is None:
-            return self._saver.save(step, content, metrics, wait, watch)
-        return self._saver.save_again(step, content, metrics, self.path / repeat, watch)
+        content = functools.partial(_saved_form, state)
+        return self._saver.save(step, content, metrics, wait, started, again)
 
     @_one_at_a_time
     def prepare(self, state: Mapping[str, Any]) -> None:
@@ -172,7 +169,7 @@ class Store:
         """
         self._saver.finish_pending()
         self._group.run_on_all_ranks(lambda: self._require_open(writing=True))
-        self._saver.prepare(lambda: _content(state))
+        self._saver.prepare(lambda: _saved_form(state))
 
     def poll(self) -> list[SaveEvent]:
         """What became of saves since the last call; returns at once, no communication."""
@@ -194,9 +191,10 @@ class Store:
     ) -> int | None:
         """Fill ``state`` from the newest sound checkpoint; returns its step, None without a checkpoint.
 
-        With ``newest`` no later step is looked at (see ``discard_after``). With ``quarantine=False`` (rank 0
-        decides) nothing on disk is moved: a corrupt checkpoint is named in a warning, in ``quarantined`` and, if none is sound, in the
-        exception, and stays where it is; a save of an earlier step then raises ValueError.
+        The newest is the largest step number, and the load goes down from there. With ``newest`` it begins there: later
+        steps do not count, and the result is None if all are later (see ``discard_after``). With ``quarantine=False`` (rank
+        0 decides) nothing on disk is moved: a corrupt checkpoint is named in a warning, in ``quarantined`` and, if none is
+        sound, in the exception, and stays where it is; a save of an earlier step then raises ValueError.
 
         Every entry of ``state`` is verified, on every rank, before the first tensor of any rank
         changes; a file that changes after that is verified again when it is read
@@ -204,6 +202,8 @@ class Store:
         ``read_only`` or ``quarantine=False``), and all ranks try the next older one. Raises CorruptCheckpoint naming all when
         none is sound, and CheckpointMismatch when the newest sound one is of another state on any rank; with
         ``state`` unchanged on all ranks, unless a file was damaged between its verification and its read.
+        Raises OSError for a fault of a host, such as EACCES or EMFILE; the checkpoint stays where it is. If ranks fail in
+        different ways, the class of the lowest failed rank decides.
 
         A checkpoint that an object cannot use is corrupt too: its ``load_checks(saved)`` or
         ``check(step, saved)`` raises a plain ValueError, before anything changes (``saved`` maps names
@@ -224,9 +224,10 @@ class Store:
         # a row, its code is more likely wrong than both checkpoints.
         refused: dict[int, StateRefused] = {}
         # Rank 0 picks the step and sends it: a listing of its own could differ on each rank.
+        # Listed each time: a writer may add and remove steps during a read-only load.
         while (
             step := self._group.run_on_rank_0(
-                lambda: self._newest_except({*corrupt, *refused}, newest)
+                lambda: directories.newest_step(self.path, newest, {*corrupt, *refused})
             )
         ) is not None:
             try:
@@ -234,8 +235,8 @@ class Store:
             except CorruptCheckpoint as error:
                 if self._quarantine(self._group, step, str(error), quarantine):
                     corrupt[step] = error
-
                 continue
+
             except (StateRefused, CheckpointMismatch) as error:
                 if refused:
                     break
@@ -252,12 +253,12 @@ class Store:
                 self._group, reason, "; no older checkpoint could be used, and none was moved"
             )
         found = [replace(p, origin=e.where) for e in corrupt.values() for p in e.problems]
-        for name in (
-            () if found else self._group.run_on_rank_0(lambda: directories.quarantined(self.path))
-        ):
-            found.append(Problem("quarantine", "earlier", name, "was found corrupt earlier"))
+        if not found:
+            earlier = self._group.run_on_rank_0(lambda: directories.quarantined(self.path, newest))
+            rule = "was found corrupt earlier"
+            found = [Problem("quarantine", "earlier", name, rule) for name in earlier]
         if found:
-            rule = "holds no sound checkpoint"
+            rule = "holds no sound checkpoint" + ("" if newest is None else f" up to step {newest}")
             fix = "restore one from a copy, or start over in another directory"
             header = Problem("path", "corrupt", str(self.path), rule, fix)
             raise CorruptCheckpoint([header, *found])
@@ -281,7 +282,7 @@ class Store:
 
     @_one_at_a_time
     def discard_after(self, step: int) -> list[int]:
-        """Remove the checkpoints behind ``step``, the newest first, and return their steps.
+        """Remove the checkpoints after ``step``, sound or not, the newest first, and return their steps.
 
         For a run that goes back: load with ``newest=step`` first, so that a sound one is known to be left.
         Raises ValueError if ``step`` is not committed, and OSError where one cannot be removed.
@@ -294,7 +295,8 @@ class Store:
             if step not in steps:
                 rule = f"is not in {self.path}, so nothing would be left to go on from"
                 raise invalid("step", "not_found", step, rule, f"use one of {steps}")
-            newer = [other for other in reversed(steps) if other > step]
+            # also those without a manifest: they would be the newest, and the next save is below them
+            newer = [s for s in reversed(directories.list_steps(self.path)) if s > step]
             for other in newer:
                 directories.remove_step(directories.step_directory(self.path, other))
             return newer
@@ -325,8 +327,7 @@ class Store:
         def look() -> dict[str, Any]:
             self._require_open(writing=False)
             target = directories.step_directory(self.path, step)
-            with ForgeReader(target, step=step).opened() as table:
-                return manifest.summary(table)
+            return manifest.summary(manifest.read_from(target, step))
 
         return self._group.run_on_rank_0(look)
 
@@ -354,6 +355,7 @@ class Store:
                 logger.warning("%s: %s; it is left, and the lock with it", self.path, late)
 
     def _close(self, seconds: float | None = None) -> BaseException | None:
+        """``close``, but returns the exception; TimeoutError if calls or the save last longer than ``seconds``."""
         if not self._calls.acquire(timeout=-1 if seconds is None else seconds):
             raise TimeoutError(f"another thread still uses the store after {seconds} seconds")
         try:
@@ -379,7 +381,7 @@ class Store:
                 raise invalid("path", "not_found", str(self.path), "does not exist", fix)
             return None
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            directories.make_directory(self.path)
             self._lock = Lock(self.path)
             # Only under the lock are they certainly left by a dead writer, and not being written.
             removed = directories.remove_temporary(self.path) if self._lock.held else []
@@ -412,18 +414,16 @@ class Store:
     def _check_save(
         self, step: int, state: Mapping[str, Any], wait: bool, metrics: Mapping[str, float] | None
     ) -> list[Any]:
+        """Check the arguments of a save; returns those that all ranks must agree on."""
         self._require_open(writing=True)
         if type(step) is not int or not 0 <= step < 10**18:
             raise invalid("step", "range", step, "must be an integer of at least 0")
         check_state(state)
-        for name, value in (metrics or {}).items():
-            if type(name) is not str or type(value) not in (int, float) or not abs(value) < 1e300:
-                rule = "must be a finite number with a name"
-                raise invalid(f"metrics.{name}", "finite", value, rule)
+        manifest.check_metrics(metrics or {})
         return [step, bool(wait)]
 
-    def _plan_save(self, calls: list[list[Any]]) -> str | None:
-        """Rank 0: None for a new step; for a committed one, the name of a directory to write it again."""
+    def _plan_save(self, calls: list[list[Any]]) -> bool:
+        """Rank 0: whether the step is committed, and is saved again."""
         steps = [step for step, _ in calls]
         step = steps[0]
         if set(steps) != {step}:
@@ -434,34 +434,24 @@ class Store:
 
         assert self._lock is not None
         self._lock.refuse_moved()
-        newest = max(directories.committed_steps(self.path), default=-1)
-        if step < newest:
+        newest = directories.newest_step(self.path)
+        if newest is not None and step < newest:
             rule = f"is before step {newest}, the newest in {self.path}, which the next load would take"
             fix = "load it first, or use another directory"
             raise invalid("step", "order", step, rule, fix)
-        target = directories.step_directory(self.path, step)
-        if os.path.lexists(target):
-            return f"{target.name}.tmp-again-{secrets.token_hex(4)}"
-        return None
+        return os.path.lexists(directories.step_directory(self.path, step))
 
     # ---- loading
 
     def _read(self, step: int, state: MutableMapping[str, Any], check: Check | None) -> None:
+        """Load one step; a PermissionError says which step and what to do."""
         path = directories.step_directory(self.path, step)
         try:
             load_checkpoint(self._group, path, step, state, self._threads, check)
         except PermissionError as error:
-            raise PermissionError(
-                error.errno,
-                f"step {step} cannot be read: {error.strerror}; make it readable, or move it away to "
-                "go on from an older one",
-                error.filename,
-            ) from error
-
-    def _newest_except(self, tried: Collection[int], newest: int | None) -> int | None:
-        # Listed each time: a writer may add and remove steps during a read-only load.
-        steps = [step for step in directories.list_steps(self.path) if step not in tried]
-        return max((s for s in steps if newest is None or s <= newest), default=None)
+            fix = "make it readable, or move it away to go on from an older one"
+            text = f"step {step} cannot be read: {error.strerror}; {fix}"
+            raise PermissionError(error.errno, text, error.filename) from error
 
     def _quarantine(self, group: RankGroup, step: int, reason: str, may_move: bool = True) -> bool:
         """Quarantine a step, called by all ranks; False if the writer's retention has removed it."""
@@ -486,5 +476,6 @@ class Store:
         return existed
 
 
-def _content(state: Mapping[str, Any]) -> dict[str, Any]:
+def _saved_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved of each entry: its state dict, or itself."""
     return {name: state_of(value) for name, value in check_state(state).items()}

@@ -14,10 +14,8 @@ from forge_ckpt._shared.names import match_names
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import Problem, invalid, raise_problems
 from forge_ckpt.errors import mismatch
-from forge_ckpt.files import Directory
-from forge_ckpt.manifest import Manifest
 from forge_ckpt.rank_group import RankGroup
-from forge_ckpt.read.load import broadcast_manifest
+from forge_ckpt.read.load import broadcast_manifest, open_on_rank
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
 from forge_ckpt.read.tensors import step_path
@@ -86,7 +84,7 @@ def load_weights(
 
         report = load_weights("runs/a/checkpoints", model, ["*", "!head.*"])
 
-    ``path`` is a step (``.../step-00000100``) or a store, whose newest committed step is read; ``key`` is
+    ``path`` is a step (``.../step-00000100``) or a store, whose newest step is read; ``key`` is
     the model's name in the state that was saved. ``patterns`` are those of fnmatch on the model's names; one
     with ``!`` excludes, from all if there are no others. A tensor that is copied must have the saved shape;
     its dtype may be another one. ``names`` are those of the whole model where ``model`` is this rank's part
@@ -102,7 +100,7 @@ def load_weights(
     table = broadcast_manifest(ranks, chosen, None)
     planner, reader = ForgeLoadPlanner(), ForgeReader(chosen)
     here = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
-    saved = _names_below(table, key)
+    saved = table.tensors_below(key)
     if not saved:
         like = next(iter(table.tensors), "none at all")
         rule = f"is a name below which {chosen} has no tensor"
@@ -122,7 +120,7 @@ def load_weights(
         metadata = metadata_of(table)
         planner.set_up_planner({key: filled}, metadata)
         plan = create_default_local_load_plan(wanted, metadata)
-        reader.use(Directory(chosen), table)
+        reader.use(open_on_rank(ranks, chosen), table)
         return reader.stage(plan, planner)
 
     try:
@@ -133,16 +131,8 @@ def load_weights(
     return report
 
 
-def _names_below(table: Manifest, key: str) -> dict[str, str]:
-    """{name below ``key``: saved name} of the tensors there."""
-    return {
-        name.removeprefix(f"{key}."): name
-        for name, entry in table.tensors.items()
-        if entry.path[0] == key
-    }
-
-
 def _match(here: Collection[str], saved: _Shapes, patterns: Sequence[str]) -> WeightsReport:
+    """The report for the names of a model; ValueError for patterns that match nothing."""
     both = [name for name in here if name in saved]
     # an excluded name may be in one of them only
     idle = [p for p in patterns if not p.startswith("!") and not match_names([p], both)]

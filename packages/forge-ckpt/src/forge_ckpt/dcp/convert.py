@@ -30,7 +30,7 @@ from forge_ckpt.manifest import ObjectEntry
 from forge_ckpt.write.writer import Box, write_checkpoint
 
 METADATA = ".metadata"
-_MAX_METADATA = 2**28  # bytes; torch writes about 160 for each box of each tensor
+_MAX_METADATA_BYTES = 2**28  # torch writes about 160 for each box of each tensor
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 DCPPath = tuple[str | int, ...]
 
@@ -65,8 +65,10 @@ def read_listing(directory: Directory) -> Listing:
     where = directory.path / METADATA
     fd, size = directory.open(METADATA)
     with open(fd, "rb", buffering=0):
-        if size > _MAX_METADATA:
-            raise corrupt(where, "", size, f"bytes must be at most {_MAX_METADATA}", code="size")
+        if size > _MAX_METADATA_BYTES:
+            raise corrupt(
+                where, "", size, f"bytes must be at most {_MAX_METADATA_BYTES}", code="size"
+            )
         data = bytearray(size)
         read_at(fd, memoryview(data), 0)
     try:
@@ -135,11 +137,13 @@ class _Reading:
         return DCPTensor(shape, dtype, tuple(boxes))
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> Payload:
+        """The bytes of a box, or of an object without ``offsets``; raises ValueError if none are listed."""
         if (name, offsets) not in self._places:
             raise invalid(name, "missing", offsets, "is a chunk without bytes")
         return self._places[name, offsets]
 
     def _payload(self, info: dict[str, Any]) -> Payload:
+        """The bytes that a ``_StorageInfo`` lists, which must be in a file of the directory."""
         name = info["relative_path"]
         if type(name) is not str or not _FILE.fullmatch(name):
             shown = name if type(name) is str else type(name).__name__
@@ -158,16 +162,19 @@ class _Reading:
 
 
 def _is_step(step: Any) -> bool:
+    """Whether it can be an element of a path in DCP."""
     return type(step) is str or (type(step) is int and 0 <= step < 1_000_000)
 
 
 def _record(value: Any, kind: str) -> Record:
+    """``value`` if it is a record of the class ``kind``, else ValueError."""
     if type(value) is not Record or value.kind != kind:
         raise invalid(kind, "record", type(value).__name__, "must be a record of this class")
     return value
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
+    """The fields of a record of the class ``kind``, by name."""
     return _dict(_record(value, kind).fields, kind)
 
 
@@ -178,6 +185,7 @@ def _dict(value: Any, name: str) -> dict[Any, Any]:
 
 
 def _counts(values: Any, name: str) -> tuple[int, ...]:
+    """``values`` if it is a tuple of numbers of 0 or more, as a shape, else ValueError."""
     if type(values) is not tuple or len(values) > manifest.MAX_DIMS:
         rule = f"must have a tuple of at most {manifest.MAX_DIMS} numbers as shape or place"
         raise invalid(name, "shape", ..., rule)
@@ -186,9 +194,9 @@ def _counts(values: Any, name: str) -> tuple[int, ...]:
     return values
 
 
-_EXPANSION = 64  # values of an object, at most, for each byte of its payload
-
-_MAX_DEPTH = 100  # of containers in an object
+# Bounds of an object: a small archive must not become endless JSON, and Python recurses about 1000 deep.
+_VALUES_PER_BYTE = 64
+_MAX_DEPTH = 100
 
 
 def load_tensor(
@@ -207,7 +215,7 @@ def load_tensor(
 def load_object(directory: Directory, payload: Payload, name: str) -> Any:
     """The value of a payload: containers, strings, numbers, tensors; no larger than its bytes allow."""
     value, records = _load(directory, payload, name)
-    budget, todo = _EXPANSION * payload.length, [(value, 0)]
+    budget, todo = _VALUES_PER_BYTE * payload.length, [(value, 0)]
     # Lists that hold each other many times over are small in a pickle and endless in JSON.
     while todo:
         item, depth = todo.pop()
@@ -354,12 +362,10 @@ def convert_from_dcp(
 
 
 def _without(listing: Listing, patterns: Sequence[str]) -> Listing:
+    """The listing without the names that match one of ``patterns``."""
+
     def kept(entries: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: entry
-            for name, entry in entries.items()
-            if not any(fnmatchcase(name, pattern) for pattern in patterns)
-        }
+        return {n: e for n, e in entries.items() if not any(fnmatchcase(n, p) for p in patterns)}
 
     return Listing(kept(listing.tensors), kept(listing.objects), kept(listing.paths))
 
@@ -391,7 +397,9 @@ def _by_position(paths: dict[str, codec.Path], values: dict[str, Any]) -> None:
 
     for before, lists in groups.items():
         names = [name for _, name in sorted(lists)]
-        if not all(type(values[n]) is list and _are_keys(values[n]) for n in names):
+        if not all(
+            type(values[n]) is list and {*map(type, values[n])} <= {str, int} for n in names
+        ):
             continue
         position = {str(key): i for i, key in enumerate(k for n in names for k in values[n])}
         for name in names:
@@ -406,10 +414,6 @@ def _by_position(paths: dict[str, codec.Path], values: dict[str, Any]) -> None:
         if not below:  # DCP drops empty dicts, such as the state of SGD without momentum
             label = codec.dotted_name(state)
             paths[label], values[label] = state, {}
-
-
-def _are_keys(values: list[Any]) -> bool:
-    return all(type(value) in (str, int) for value in values)
 
 
 def _tensors_in_objects(paths: dict[str, codec.Path], values: dict[str, Any]) -> Iterator[Box]:
@@ -428,6 +432,7 @@ def _tensors_in_objects(paths: dict[str, codec.Path], values: dict[str, Any]) ->
 
 
 def _objects(paths: dict[str, codec.Path], values: dict[str, Any]) -> dict[str, ObjectEntry]:
+    """The objects with our names, encoded; ValueError with --without as the fix for those that are not stored."""
     entries: dict[str, ObjectEntry] = {}
     for name, value in values.items():
         try:

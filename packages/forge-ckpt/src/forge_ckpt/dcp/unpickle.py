@@ -92,9 +92,6 @@ class _Machine:
     def push(self, value: Any) -> None:
         self.stack.append(value)
 
-    def mark(self, _argument: Any) -> None:
-        self.marks.append(len(self.stack))
-
     def above_mark(self) -> list[Any]:
         start = self.marks.pop()
         values = self.stack[start:]
@@ -107,12 +104,6 @@ class _Machine:
         values = tuple(self.stack[len(self.stack) - count :])
         del self.stack[len(self.stack) - count :]
         return values
-
-    def memoize(self, _argument: Any) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def put(self, index: int) -> None:
-        self.memo[index] = self.stack[-1]
 
     def append(self, values: list[Any]) -> None:
         target = self.stack[-1]
@@ -130,10 +121,7 @@ class _Machine:
                 raise TypeError
             target[key] = value
 
-    def find(self, argument: str) -> None:
-        self.push(_find(argument))
-
-    def find_of_stack(self, _argument: Any) -> None:
+    def find(self, _argument: Any) -> None:
         module, name = self.top(2)
         if type(module) is not str or type(name) is not str:
             raise TypeError
@@ -160,6 +148,7 @@ class _Machine:
 
 
 def _find(name: str) -> Any:
+    """The class, or the dtype, that a pickle imports by "module name"; ValueError for any other."""
     module, _, attribute = name.partition(" ")
     if module == "torch" and attribute != "Size":
         return codec.dtype_from_name(attribute)
@@ -197,7 +186,7 @@ _OPERATIONS: dict[str, _Operation] = {
     "EMPTY_TUPLE": lambda m, a: m.push(()),
     "EMPTY_LIST": lambda m, a: m.push([]),
     "EMPTY_DICT": lambda m, a: m.push({}),
-    "MARK": _Machine.mark,
+    "MARK": lambda m, a: m.marks.append(len(m.stack)),
     "TUPLE": lambda m, a: m.push(tuple(m.above_mark())),
     "TUPLE1": lambda m, a: m.push(m.top(1)),
     "TUPLE2": lambda m, a: m.push(m.top(2)),
@@ -206,11 +195,11 @@ _OPERATIONS: dict[str, _Operation] = {
     "APPENDS": lambda m, a: m.append(m.above_mark()),
     "SETITEM": lambda m, a: m.set_items(list(m.top(2))),
     "SETITEMS": lambda m, a: m.set_items(m.above_mark()),
-    "MEMOIZE": _Machine.memoize,
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
+    "MEMOIZE": lambda m, a: m.memo.update({len(m.memo): m.stack[-1]}),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda m, a: m.memo.update({a: m.stack[-1]})),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda m, a: m.push(m.memo[a])),
-    "GLOBAL": _Machine.find,
-    "STACK_GLOBAL": _Machine.find_of_stack,
+    "GLOBAL": lambda m, a: m.push(_find(a)),
+    "STACK_GLOBAL": _Machine.find,
     "NEWOBJ": _Machine.new,
     "BUILD": _Machine.build,
     "REDUCE": _Machine.call,

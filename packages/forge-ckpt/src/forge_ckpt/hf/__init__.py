@@ -10,12 +10,7 @@ from forge_ckpt.hf.adapters import MergedTensors, peft_files
 from forge_ckpt.hf.compare import BOUND, compare_logits, why_not_compared
 from forge_ckpt.hf.families import HFFamily, find_family, fitting_family, hf_families
 from forge_ckpt.hf.load import fill_part, fill_tensor, load_hf, store_hf
-from forge_ckpt.hf.model import (
-    HFModel,
-    notes_of,
-    read_files,
-    tensors_beside,
-)
+from forge_ckpt.hf.model import HFModel, notes_of, read_files, tensors_beside
 from forge_ckpt.hf.save import save_hf
 
 __all__ = [

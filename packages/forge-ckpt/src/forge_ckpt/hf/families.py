@@ -23,13 +23,7 @@ from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
 from forge_ckpt._shared.name_rows import Row
-from forge_ckpt._shared.problems import (
-    Problem,
-    ProblemError,
-    invalid,
-    problems_of,
-    raise_problems,
-)
+from forge_ckpt._shared.problems import Problem, ProblemError, invalid, problems_of, raise_problems
 
 GROUP = "forge.hf_families"
 #: How far a family is from a model for one misfit: other tensors are farther than another number.
@@ -122,10 +116,12 @@ def fitting_family(configs: Mapping[str, Any], wanted: str | None = None) -> HFF
 
 
 def _choice(families: Mapping[str, Any]) -> str:
+    """The fix for an unknown name: the families that there are."""
     packages = "install forge-train-core, forge-moe or forge-vlm, which have families"
     return f"use one of {', '.join(families)}" if families else packages
 
 
 def _distance(misfit: Problem) -> int:
+    """How far a misfit puts a model from a family."""
     part, _, key = misfit.key.partition(".")
     return _FAR.get(key or part, 1)

@@ -124,6 +124,7 @@ def tensors_beside(folder: Path) -> HFTensors | None:
 
 
 def _same(names: Iterable[str]) -> list[Row]:
+    """The map in which each tensor keeps its name."""
     return [(name, name, ()) for name in names]
 
 

@@ -66,6 +66,7 @@ def save_hf(
 
 
 def _either(extra: HFTensors, read: Read) -> Read:
+    """A function that reads a tensor of ``extra`` there, and any other by ``read``."""
     return lambda name: (extra.read if name in extra.meta else read)(name)
 
 

@@ -188,13 +188,9 @@ def _read(
 
 
 def _block(
-    fd: int,
-    entry: FileEntry,
-    index: int,
-    pieces: list[_Piece],
-    digest_of: codec.Digest,
-    where: str,
+    fd: int, entry: FileEntry, index: int, pieces: list[_Piece], digest_of: codec.Digest, where: str
 ) -> None:
+    """Read a block, compare it with its digest, and copy the pieces that are not deferred."""
     start = index * BLOCK_BYTES
     size = min(BLOCK_BYTES, entry.size - start)
     # A destination of a whole block is read into directly. It may then hold bytes of a damaged
@@ -225,6 +221,7 @@ def _cached_block(
 
 
 def _scratch() -> memoryview:
+    """Memory of one block for this thread, used again."""
     if not hasattr(_thread, "block"):
         _thread.block = memoryview(bytearray(BLOCK_BYTES))
     block: memoryview = _thread.block

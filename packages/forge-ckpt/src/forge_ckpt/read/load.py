@@ -8,16 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forge_ckpt import codec, manifest
+from forge_ckpt import codec, files, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.errors import (
-    CheckpointMismatch,
-    StateRefused,
-    is_problem_error,
-    one_line,
-    restated,
-)
+from forge_ckpt.errors import CheckpointMismatch, StateRefused, is_problem_error, one_line, restated
 from forge_ckpt.files import Directory
 from forge_ckpt.protocols import Stateful
 from forge_ckpt.rank_group import RankGroup
@@ -49,7 +43,7 @@ def load_step(
         load_step("runs/trunk/checkpoints/step-00001200", {"model": model, "optimizer": optimizer})
 
     For a run that begins where another one stood: a ``Store`` would fall back to an older step. ``path`` is a
-    step or a store, whose newest committed step is read; nothing there is locked, changed or moved, and other
+    step or a store, whose newest step is read; nothing there is locked, changed or moved, and other
     entries of what was saved are left alone. ``state``, ``check`` and ``group`` as in ``Store.load``: any
     layout of ranks, and every rank verifies before the first tensor of any rank changes.
 
@@ -81,8 +75,8 @@ def load_checkpoint(
     changed, unless a file was damaged between its verification and its read. If a ``load_state_dict`` raises at the end, states have changed: all ranks raise
     StateRefused for a built-in exception about values, and other exceptions unchanged.
 
-    Communication: the manifest from rank 0, then three votes of 8 bytes a rank. Each rank reads
-    and verifies the blocks that its own boxes touch.
+    Communication: the manifest from rank 0, then three all-gathers of 8 bytes a rank: whether each rank could plan, has
+    verified, and has filled its state. Each rank reads and verifies the blocks that its own boxes touch.
     """
     table = broadcast_manifest(group, path, step)
     planner = ForgeLoadPlanner()
@@ -105,7 +99,7 @@ def load_checkpoint(
             raise restated(error, path, CheckpointMismatch) from None
 
     def stage() -> Staged:
-        reader.use(Directory(path), table)
+        reader.use(open_on_rank(group, path), table)
         in_place = reader.stage(wanted, planner)
         # The saved state in new containers, for the checks: the caller's containers must not change yet.
         saved = planner.replace_leaves(codec.copy_containers(content))
@@ -162,6 +156,7 @@ def _value_errors_as_corruption(where: str) -> Iterator[None]:
 
 
 def _load(value: Stateful, content: Any, where: str) -> None:
+    """``load_state_dict``; a built-in exception about values becomes StateRefused."""
     try:
         value.load_state_dict(content)
     except Exception as error:
@@ -188,10 +183,21 @@ def verify_checkpoint(
         names = sorted(table.files, key=lambda name: (len(name), name))
         # No rank reads the file that it wrote: it would be read from the host's page cache, not from disk.
         share = [name for i, name in enumerate(names) if (i + 1) % group.size == group.rank]
-        with Directory(path, seconds) as directory:
+        with open_on_rank(group, path, seconds) as directory:
             verify_files(directory, table, share, threads)
 
     group.run_on_all_ranks(verify)
+
+
+def open_on_rank(group: RankGroup, path: Path, seconds: float = 0.0) -> Directory:
+    """The directory of a checkpoint of which rank 0 has read the manifest and seen all files.
+
+    Network file systems show new names late to other hosts: other ranks wait for a missing one before it counts as
+    corrupt. With ``seconds`` all ranks wait, and it never does (:class:`forge_ckpt.files.Directory`).
+    """
+    if seconds:
+        return Directory(path, seconds)
+    return Directory(path, files.VISIBLE_SECONDS if group.rank else 0.0, late_is_corrupt=True)
 
 
 def broadcast_manifest(

@@ -63,7 +63,7 @@ class Arena:
         return (found if begin % dtype.itemsize == 0 else found.clone()).view(dtype)
 
 
-_LARGEST = 16  # bytes of an element
+_ELEMENT_BYTES = 16  # of complex128, the largest: addresses that are a multiple fit every dtype
 
 
 class _Box(NamedTuple):
@@ -103,6 +103,7 @@ def check_shared_memory(
 
 
 def _box(item: ReadItem, source: torch.Tensor | None, planner: ForgeLoadPlanner) -> Iterator[_Box]:
+    """The memory that an item fills, if it is not empty."""
     target = planner.resolve_tensor(item).detach()
     if target.numel():
         last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride()))
@@ -143,9 +144,9 @@ def _overwritten(group: list[_Box]) -> _Box | None:
     All are copied into host memory with the same relative addresses, as the load would fill them, and
     then compared: the state itself must not change before the check.
     """
-    base = group[0].begin // _LARGEST * _LARGEST
+    base = group[0].begin // _ELEMENT_BYTES * _ELEMENT_BYTES
     end = max(box.end for box in group)
-    size = -(-(end - base) // _LARGEST) * _LARGEST
+    size = -(-(end - base) // _ELEMENT_BYTES) * _ELEMENT_BYTES
     memory = torch.empty(size, dtype=torch.uint8)
     views = []
     for box in group:

@@ -19,7 +19,7 @@ from forge_ckpt._shared.problems import Problem, Shown, invalid
 from forge_ckpt.codec import dtype_name, layout_problem, unwrap
 from forge_ckpt.errors import CheckpointMismatch, mismatch, one_line
 from forge_ckpt.manifest import Manifest, TensorEntry
-from forge_ckpt.protocols import Path, Stateful
+from forge_ckpt.protocols import Stateful
 
 
 class ForgeLoadPlanner(DefaultLoadPlanner):
@@ -123,12 +123,13 @@ def _names_by_prefix(paths: dict[str, codec.Path]) -> dict[codec.Path, list[str]
 
 
 def _empty(saved: Any) -> torch.Tensor | None:
-    if isinstance(saved, TensorStorageMetadata):
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
-    return None
+    """Memory for a saved tensor; None for an object."""
+    is_tensor = isinstance(saved, TensorStorageMetadata)
+    return torch.empty(saved.size, dtype=saved.properties.dtype) if is_tensor else None
 
 
 def _tensor_problems(name: str, value: torch.Tensor, saved: Any) -> Iterator[Problem]:
+    """Why a saved tensor, or an object, cannot fill ``value``."""
     key = one_line(name)
     if problem := layout_problem(key, value):
         yield problem
@@ -178,13 +179,13 @@ def load_target(value: Any, name: str, table: Manifest) -> Any:
     An object's ``load_fills(paths)`` gets the saved paths below its name and returns the part of its
     state that they can fill; NO_TARGET stands for an empty part. See :mod:`forge_ckpt.protocols`.
     """
-    if getattr(value, "load_optional", False) and not _names_below(name, table):
+    if getattr(value, "load_optional", False) and not table.below(name):
         return NO_TARGET
     if is_stateful(value) and getattr(value, "load_replaces", False):
         return None
     fills = getattr(value, "load_fills", None)
     if callable(fills):
-        return fills(list(_names_below(name, table))) or NO_TARGET
+        return fills(list(table.below(name))) or NO_TARGET
     state = state_of(value)
     if isinstance(value, torch.optim.Optimizer):
         return _with_saved_slots(state, value, name, table)
@@ -234,15 +235,10 @@ def unselected_names(state: Mapping[str, Any], table: Manifest) -> set[str]:
     for name, value in state.items():
         select = getattr(value, "load_selects", None)
         if callable(select):
-            below = _names_below(name, table)
+            below = table.below(name)
             selected = set(select(list(below)))
             unselected |= {key for path, key in below.items() if path not in selected}
     return unselected
-
-
-def _names_below(name: str, table: Manifest) -> dict[Path, str]:
-    """{path below ``name``: saved name}."""
-    return {path[1:]: key for key, path in table.paths().items() if path[0] == name}
 
 
 def _with_saved_slots(
@@ -270,6 +266,7 @@ def _with_saved_slots(
 
 
 def _slot_like(parameter: torch.Tensor, saved: TensorEntry | None) -> torch.Tensor | None:
+    """Memory for the slot of an optimizer, sharded like its parameter; None to take the saved value."""
     if saved is None or saved.shape != tuple(parameter.shape):
         return None  # the saved value replaces it
     # As torch makes slots. zeros_like of a float8 weight is a plain tensor, empty_like a wrapper.

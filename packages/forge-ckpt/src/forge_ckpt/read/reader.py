@@ -193,6 +193,7 @@ class ForgeReader(StorageReader):
         return found
 
     def _decode(self, table: manifest.Manifest, item: ReadItem, planner: ForgeLoadPlanner) -> None:
+        """Hand an object of the manifest to the planner; raises CorruptCheckpoint if it cannot be decoded."""
         name = item.storage_index.fqn
         try:
             text = codec.dumps(table.objects[name].value)
@@ -255,6 +256,7 @@ class _Box(NamedTuple):
 
 
 def _boxes(table: manifest.Manifest, plan: LoadPlan) -> list[_Box]:
+    """The boxes of the tensors that ``plan`` reads."""
     items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
     names = {item.storage_index.fqn for item in items}
     chunks = {
@@ -265,11 +267,11 @@ def _boxes(table: manifest.Manifest, plan: LoadPlan) -> list[_Box]:
         name = item.storage_index.fqn
         chunk = chunks[name, tuple(item.storage_index.offset or ())]
         dtype = table.tensors[name].dtype
-        boxes.append(_Box(item, *_span(chunk, dtype, item.storage_offsets, item.lengths)))
+        boxes.append(_Box(item, *box_span(chunk, dtype, item.storage_offsets, item.lengths)))
     return boxes
 
 
-def _span(
+def box_span(
     chunk: manifest.Chunk, dtype: torch.dtype, begin: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Span, torch.dtype, list[int]]:
     """The bytes from the first to the last element of a box of a chunk, and the strides of the box there.
@@ -281,16 +283,6 @@ def _span(
     count = 1 + sum((n - 1) * s for n, s in zip(lengths, strides))
     span = Span(chunk.file, chunk.start + first * dtype.itemsize, count * dtype.itemsize)
     return span, dtype, strides
-
-
-def stage_box(
-    chunk: manifest.Chunk, dtype: torch.dtype, begin: Sequence[int], lengths: Sequence[int]
-) -> tuple[torch.Tensor, Segment]:
-    """Memory for a box of a chunk, from ``begin`` in it, and the segment of the file that fills it."""
-    span, _, strides = _span(chunk, dtype, begin, lengths)
-    memory = torch.empty(span.length // dtype.itemsize, dtype=dtype)
-    segment = Segment(span.file, span.start, byte_view(memory))
-    return memory.as_strided(tuple(lengths), strides), segment
 
 
 def _is_raw(target: torch.Tensor, box: _Box) -> bool:

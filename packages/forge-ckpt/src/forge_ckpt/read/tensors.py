@@ -14,9 +14,9 @@ from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.directories import refuse_foreign
-from forge_ckpt.manifest import Chunk, Manifest, TensorEntry
+from forge_ckpt.manifest import Manifest
 from forge_ckpt.read.blocks import LastBlock, Segment, read_segments
-from forge_ckpt.read.reader import ForgeReader, stage_box
+from forge_ckpt.read.reader import ForgeReader, box_span
 
 
 def read_tensors(
@@ -26,7 +26,7 @@ def read_tensors(
 
         for name, tensor in read_tensors("runs/a/checkpoints", ["model.*"]): ...
 
-    ``path`` is a step (``.../step-00000100``) or a store, whose newest committed step is read.
+    ``path`` is a step (``.../step-00000100``) or a store, whose newest step is read (or is corrupt).
     ``patterns`` are those of fnmatch on dotted names. Each tensor is compared with its digests before it
     is yielded, and nothing is kept of it: memory is one tensor, and one chunk where ranks cut it along
     another dim than the first.
@@ -78,11 +78,7 @@ class SavedTensors:
 
     def below(self, key: str) -> dict[str, Tensor]:
         """The tensors below a name of the state, on the meta device, by the names that they have there."""
-        return {
-            name.removeprefix(f"{key}."): self.meta(name)
-            for name, entry in self.table.tensors.items()
-            if entry.path[0] == key
-        }
+        return {short: self.meta(name) for short, name in self.table.tensors_below(key).items()}
 
     def names(self, patterns: Sequence[str] = ("*",)) -> list[str]:
         """The saved tensors whose name matches one of ``patterns``."""
@@ -94,55 +90,40 @@ class SavedTensors:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, verified; raises CorruptCheckpoint and KeyError."""
-        entry = self.table.tensors[name]
-        whole = torch.empty(entry.shape, dtype=entry.dtype)
-        inside = [chunk for chunk in entry.chunks if _is_contiguous(chunk, entry)]
-        flat = byte_view(whole)
-        self._fill(
-            [(chunk, flat[(at := _start(chunk, entry)) : at + chunk.length]) for chunk in inside]
-        )
-        for chunk in entry.chunks:
-            if chunk not in inside:
-                box = torch.empty(chunk.sizes, dtype=entry.dtype)
-                self._fill([(chunk, byte_view(box))])
-                where = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes))
-                whole[where] = box
-        return whole
+        """The full tensor on the CPU, verified; raises CorruptCheckpoint and KeyError."""
+        shape = self.table.tensors[name].shape
+        return self.read_box(name, [0] * len(shape), shape)
 
     def read_box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A part of the tensor, verified: only the blocks that it touches are read."""
+        """A box of the tensor, verified: only the blocks that it touches are read."""
         entry = self.table.tensors[name]
         box = torch.empty(tuple(sizes), dtype=entry.dtype)
-        parts: list[tuple[tuple[slice, ...], Tensor]] = []
-        segments: list[Segment] = []
-
+        in_place: list[Segment] = []
         for chunk in entry.chunks:
-            low = [max(o, c) for o, c in zip(offsets, chunk.offsets)]
-            high = [
-                min(o + s, c + n)
-                for o, s, c, n in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if all(a < b for a, b in zip(low, high)):
-                begin = [a - c for a, c in zip(low, chunk.offsets)]
-                lengths = [b - a for a, b in zip(low, high)]
-                part, segment = stage_box(chunk, entry.dtype, begin, lengths)
-                parts.append(
-                    (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets)), part)
-                )
-                segments.append(segment)
+            low = [max(o, c) for o, c in zip(offsets, chunk.offsets, strict=True)]
+            ends = zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            high = [min(o + s, c + n) for o, s, c, n in ends]
+            if not all(a < b for a, b in zip(low, high)):
+                continue
 
-        read_segments(self._reader.directory, self.table, segments, self._threads, self._last)
-        for where, part in parts:
-            box[where] = part
+            begin = [a - c for a, c in zip(low, chunk.offsets)]
+            lengths = [b - a for a, b in zip(low, high)]
+            span, _, strides = box_span(chunk, entry.dtype, begin, lengths)
+            target = box[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets))]
+            if target.is_contiguous() and target.nbytes == span.length:
+                in_place.append(Segment(span.file, span.start, byte_view(target)))
+            else:  # cut along another dim than the first: one such chunk at a time is in memory
+                memory = torch.empty(span.length // entry.dtype.itemsize, dtype=entry.dtype)
+                self._read([Segment(span.file, span.start, byte_view(memory))])
+                target.copy_(memory.as_strided(tuple(lengths), strides))
+        self._read(in_place)
         return box
 
     def read_object(self, name: str) -> Any:
         """A saved object; raises KeyError, and ValueError where it cannot be decoded."""
         return codec.decode(self.table.objects[name].value)
 
-    def _fill(self, chunks: list[tuple[Chunk, memoryview]]) -> None:
-        segments = [Segment(chunk.file, chunk.start, view) for chunk, view in chunks]
+    def _read(self, segments: list[Segment]) -> None:
         read_segments(self._reader.directory, self.table, segments, self._threads, self._last)
 
     def __enter__(self) -> "SavedTensors":
@@ -152,31 +133,16 @@ class SavedTensors:
         self._reader.close()
 
 
-def _is_contiguous(chunk: Chunk, entry: TensorEntry) -> bool:
-    """Whether its elements follow each other in the whole tensor: only the first dim with more than one
-    index is cut."""
-    first = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), len(chunk.sizes))
-    return chunk.sizes[first + 1 :] == entry.shape[first + 1 :]
-
-
-def _start(chunk: Chunk, entry: TensorEntry) -> int:
-    """The byte of the whole tensor at which the chunk's first element is."""
-    position = 0
-    for offset, size in zip(chunk.offsets, entry.shape):
-        position = position * size + offset
-    return position * entry.dtype.itemsize
-
-
 def step_path(path: Path) -> Path:
-    """``path`` if it is a step, else the newest committed step of the store there."""
+    """``path`` if it is a step, else the newest step of the store there, whether it is sound or not."""
     if (path / manifest.NAME).is_file():
         return path
     if not path.is_dir():
         fix = "give a checkpoint (step-...) or a store of them"
         raise invalid("path", "not_found", str(path), "is not a directory", fix)
     refuse_foreign(path)
-    steps = directories.committed_steps(path)
-    if not steps:
-        rule, fix = "holds no committed checkpoint", "give a store that was saved to"
+    newest = directories.newest_step(path)
+    if newest is None:
+        rule, fix = "holds no checkpoint", "give a store that was saved to"
         raise invalid("path", "empty", str(path), rule, fix)
-    return directories.step_directory(path, steps[-1])
+    return directories.step_directory(path, newest)

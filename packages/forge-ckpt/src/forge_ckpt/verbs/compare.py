@@ -1,6 +1,5 @@
 """``diff``: where two checkpoints differ, by names, shapes, dtypes, numbers and objects."""
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,19 +18,7 @@ from forge_ckpt.verbs.look import (
     progress,
 )
 
-_SLAB = 2**20  # elements that are compared at once in float64
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """``max_abs`` is the largest |a - b|, ``max_rel`` the largest |a - b| / |b|; None for other shapes."""
-
-    name: str
-    shapes: tuple[list[int], list[int]]
-    dtypes: tuple[str, str]
-    elements: int | None = None
-    max_abs: float | None = None
-    max_rel: float | None = None
+_ELEMENTS_AT_ONCE = 2**20  # tensors are compared in float64, and a large one would not fit
 
 
 def diff(a: CheckpointPath, b: CheckpointPath, /, json: bool = False) -> int:
@@ -53,10 +40,12 @@ def diff(a: CheckpointPath, b: CheckpointPath, /, json: bool = False) -> int:
     return DIFFERENT if any(found[key] for key in _KINDS) else SAME
 
 
+_NUMBERS = ("elements", "max_abs", "max_rel")
 _KINDS = ("only_in_a", "only_in_b", "tensors", "objects")
 
 
 def _compare(one: SavedTensors, two: SavedTensors) -> dict[str, Any]:
+    """All differences, as ``diff --json`` prints them."""
     a, b = one.table.tensors, two.table.tensors
     values = _leaves(one), _leaves(two)
     names = [set(table) | set(leaves) for table, leaves in zip((a, b), values)]
@@ -65,9 +54,7 @@ def _compare(one: SavedTensors, two: SavedTensors) -> dict[str, Any]:
     differences, done = [], 0
     with progress("compare") as bar:
         for name in shared:
-            difference = _tensor(name, one, two)
-            if difference is not None:
-                differences.append(asdict(difference))
+            differences += _difference(name, one, two)
             done += sum(chunk.length for chunk in a[name].chunks)
             bar(done, total)
 
@@ -84,24 +71,29 @@ def _compare(one: SavedTensors, two: SavedTensors) -> dict[str, Any]:
     }
 
 
-def _tensor(name: str, one: SavedTensors, two: SavedTensors) -> TensorDifference | None:
+def _difference(name: str, one: SavedTensors, two: SavedTensors) -> list[dict[str, Any]]:
+    """Shapes, dtypes and distance of a tensor in a list; an empty list for equal bits. Without numbers for other shapes.
+
+    ``max_abs`` is the largest |a - b|, ``max_rel`` the largest |a - b| / |b|.
+    """
     entries = one.table.tensors[name], two.table.tensors[name]
-    shapes = list(entries[0].shape), list(entries[1].shape)
-    dtypes = codec.dtype_name(entries[0].dtype), codec.dtype_name(entries[1].dtype)
-    if shapes[0] != shapes[1]:
-        return TensorDifference(name, shapes, dtypes)
-    x, y = one.read(name), two.read(name)
-    if dtypes[0] == dtypes[1] and equal_bits(x, y):
-        return None
-    return TensorDifference(name, shapes, dtypes, *_distance(x.reshape(-1), y.reshape(-1)))
+    found: dict[str, Any] = {"name": name, "shapes": [list(entry.shape) for entry in entries]}
+    found["dtypes"] = [codec.dtype_name(entry.dtype) for entry in entries]
+    numbers: tuple[float | None, ...] = (None, None, None)
+    if entries[0].shape == entries[1].shape:
+        x, y = one.read(name), two.read(name)
+        if entries[0].dtype == entries[1].dtype and equal_bits(x, y):
+            return []
+        numbers = _distance(x.reshape(-1), y.reshape(-1))
+    return [{**found, **dict(zip(_NUMBERS, numbers))}]
 
 
 def _distance(x: Tensor, y: Tensor) -> tuple[int, float, float]:
     """Elements that differ, and the largest absolute and relative difference, in float64."""
     wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     count, largest = 0, torch.zeros(2, dtype=torch.float64)
-    for start in range(0, len(x), _SLAB):
-        one, two = x[start : start + _SLAB], y[start : start + _SLAB]
+    for start in range(0, len(x), _ELEMENTS_AT_ONCE):
+        one, two = x[start : start + _ELEMENTS_AT_ONCE], y[start : start + _ELEMENTS_AT_ONCE]
         a, b = one.to(wide), two.to(wide)
         same = (a == b) | (a.isnan() & b.isnan())
         # by bits: -0.0 is not 0.0, nor are large integers alike in float64
@@ -138,7 +130,8 @@ def _leaves(saved: SavedTensors) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return codec.dumps(codec.encode(value, ""))  # by bits: nan is nan, and 1 is not 1.0
+    """A text that is equal for equal bits: nan is nan, and 1 is not 1.0."""
+    return codec.dumps(codec.encode(value, ""))
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -150,12 +143,12 @@ def _print(found: dict[str, Any]) -> None:
         for t in found["tensors"]:
             shape = " / ".join(dict.fromkeys(str(tuple(s)) for s in t["shapes"]))
             dtype = " / ".join(dict.fromkeys(t["dtypes"]))
-            numbers = [t[key] for key in ("elements", "max_abs", "max_rel")]
+            numbers = [t[key] for key in _NUMBERS]
             cells = [
                 "" if n is None else f"{n:.3g}" if isinstance(n, float) else f"{n:,}"
                 for n in numbers
             ]
-            rows.append((t["name"], shape, dtype, cells[0], cells[1], cells[2]))
+            rows.append((t["name"], shape, dtype, *cells))
         print_columns(rows, right={3, 4, 5})
 
     for name, (a, b) in found["objects"].items():

@@ -93,10 +93,11 @@ def steps_of(directory: Path) -> list[int]:
 def chosen(directory: Path, step: int | None) -> int:
     """``step`` if the directory has it; without one the newest."""
     steps = steps_of(directory)
-    if step is not None and step not in steps:
+    found = directories.newest_step(directory) if step is None else step
+    if found is None or found not in steps:
         fix = f"use one of {', '.join(map(str, steps))}"
         raise invalid("step", "not_found", step, f"is not in {directory}", fix)
-    return steps[-1] if step is None else step
+    return found
 
 
 def ls(directory: StorePath, /, json: bool = False) -> int:
@@ -129,11 +130,12 @@ _SIZES = ("bytes", "files", "tensors")
 
 
 def _listed(directory: Path, step: int) -> dict[str, Any]:
+    """What ``ls`` shows of a step; of a corrupt one without sizes."""
     path = directories.step_directory(directory, step)
     saved = datetime.fromtimestamp(path.stat().st_mtime).isoformat(" ", timespec="seconds")
     found: dict[str, Any] = {"step": step, "saved": saved, **dict.fromkeys(_SIZES), "error": None}
     try:
-        table = _table(path, step)
+        table = manifest.read_from(path, step)
         sizes = sum(e.size for e in table.files.values()), len(table.files), len(table.tensors)
         found.update(zip(_SIZES, sizes))
     except CorruptCheckpoint as error:
@@ -150,7 +152,9 @@ def inspect(directory: StorePath, /, step: StepNumber = None, json: bool = False
         json: print one JSON object instead of tables.
     """
     number = chosen(directory, step)
-    found = manifest.summary(_table(directories.step_directory(directory, number), number))
+    found = manifest.summary(
+        manifest.read_from(directories.step_directory(directory, number), number)
+    )
     if json:
         print_json(found)
         return SAME
@@ -284,8 +288,3 @@ def _ranges(text: str, shape: tuple[int, ...]) -> tuple[list[range], tuple[int, 
             rule = f"has {part!r}, which is empty in a dim of size {size}"
             raise invalid("slice", "empty", text, rule)
     return ranges, tuple(single)
-
-
-def _table(path: Path, step: int) -> manifest.Manifest:
-    with Directory(path) as opened:
-        return manifest.read(opened, step)

@@ -24,6 +24,7 @@ from forge_ckpt.verbs.look import (
     CheckpointPath,
     StepNumber,
     StorePath,
+    chosen,
     print_json,
     print_line,
     progress,
@@ -136,14 +137,17 @@ def prune(
     lock = None if dry_run else Lock(directory)
 
     try:
-        steps = directories.committed_steps(directory)
-        old = retention.outdated_by(steps[-1]) if steps else []
-        if old and not dry_run:
-            path = directories.step_directory(directory, steps[-1])
-            _, error = verified(path, steps[-1])
-            if error is not None:
-                untouched = Problem("", "newest", ..., "is corrupt, and nothing was removed")
-                raise CorruptCheckpoint([*error.problems, untouched], error.where)
+        steps, newest = directories.committed_steps(directory), chosen(directory, None)
+        try:
+            old = retention.outdated_by(newest)
+            path = directories.step_directory(directory, newest)
+            if old and not dry_run and (found := verified(path, newest)[1]):
+                raise found
+        except CorruptCheckpoint as error:
+            untouched = Problem("", "newest", ..., "is corrupt, and nothing was removed")
+            raise CorruptCheckpoint([*error.problems, untouched], error.where) from None
+
+        if not dry_run:
             retention.remove(old)
             old = [step for step in old if step not in directories.list_steps(directory)]
     finally:
@@ -198,6 +202,7 @@ def convert(
 
 
 def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
+    """The weights of an average, divided by their sum."""
     if count < 2:
         raise invalid("checkpoints", "length", count, "must be at least two to average", "give two")
     found = [1.0] * count if weights is None else list(weights)
@@ -209,6 +214,7 @@ def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
 
 
 def _refuse_other_tensors(other: SavedTensors, last: SavedTensors) -> None:
+    """Raise ValueError for a tensor that only one of two checkpoints has, or that has another shape or dtype."""
     a, b = ({n: (e.shape, e.dtype) for n, e in s.table.tensors.items()} for s in (other, last))
     for name in sorted(a.keys() | b.keys()):
         if a.get(name) != b.get(name):
@@ -222,6 +228,7 @@ def _described(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 
 
 def _write(out: Path, table: Manifest, contents: list[Iterator[Box]], json: bool) -> int:
+    """Write the tensors and the objects of ``table`` as a step of the store ``out``, and print its path."""
     if table.step is None:
         rule = "is not in the checkpoint"
         raise invalid("step", "missing", ..., rule, "save it through a Store")
@@ -246,6 +253,7 @@ def _others(source: Path) -> list[str]:
 
 
 def _say(target: Path, json: bool, not_read: Sequence[str] = ()) -> None:
+    """Print what was written, and the files of the source that were not read."""
     if json:
         print_json({"written": str(target), **({"not_read": not_read} if not_read else {})})
     else:

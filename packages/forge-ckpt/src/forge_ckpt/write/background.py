@@ -75,13 +75,16 @@ class SaveEvents:
         self._lock = threading.Lock()
         self._news: list[SaveEvent] = []
 
-    def emit(self, event: SaveEvent) -> None:
-        """Report ``event``. An exception of ``on_event`` is logged: it must not undo a save."""
+    def emit(
+        self, kind: str, step: int, started: float, error: str = "", failures: int = 0
+    ) -> None:
+        """Report a save that began at ``started`` of ``time.perf_counter``. An exception of ``on_event`` is logged: it must not undo a save."""
+        event = SaveEvent(kind, step, time.perf_counter() - started, error, failures)
         try:
             if self._on_event is not None:
                 self._on_event(event)
         except Exception:
-            logger.exception("on_event of %s at step %d", event.kind, event.step)
+            logger.exception("on_event of %s at step %d", kind, step)
         with self._lock:
             self._news.append(event)
 
@@ -90,16 +93,6 @@ class SaveEvents:
         with self._lock:
             news, self._news = self._news, []
         return news
-
-
-class Stopwatch:
-    """Seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __call__(self) -> float:
-        return time.perf_counter() - self._started
 
 
 class BackgroundWriter:
@@ -161,6 +154,7 @@ class BackgroundWriter:
 
 
 def _wait_at_exit(writer: "weakref.ref[BackgroundWriter]") -> None:
+    """Wait for the last save of a writer that still exists."""
     found = writer()
     if found is not None:
         with contextlib.suppress(TimeoutError):

@@ -70,6 +70,7 @@ class BlockFile:
             os.close(self._direct_fd)
 
     def _copy(self, data: memoryview) -> None:
+        """Copy bytes into blocks, and submit each that is full."""
         while len(data):
             count = min(BLOCK_BYTES - self._used, len(data))
             self._block[self._used : self._used + count] = data[:count]
@@ -79,6 +80,7 @@ class BlockFile:
                 self._submit()
 
     def _submit(self) -> None:
+        """Let a thread digest and write the current block, and take an empty one."""
         view = self._block[: self._used]
         future = self._pool.submit(self._digest_and_write, view, self._size)
         self._pending.append((future, self._block))
@@ -89,6 +91,7 @@ class BlockFile:
         self._block = self._collect() if full else memoryview(mmap.mmap(-1, BLOCK_BYTES))
 
     def _collect(self) -> memoryview:
+        """Wait for the oldest block; its memory is free."""
         future, block = self._pending.popleft()
         self._digests.append(future.result())
         return block

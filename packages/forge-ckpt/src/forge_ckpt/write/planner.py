@@ -193,6 +193,7 @@ class ForgeSavePlanner(DefaultSavePlanner):
 
 
 def _leaf(name: str, value: Any) -> torch.Tensor | str:
+    """A tensor that can be saved, or the JSON of an object; raises ValueError for any other value."""
     if not isinstance(value, torch.Tensor):
         try:
             return codec.dumps(codec.encode(value, name))
@@ -245,6 +246,7 @@ def _ties(leaves: dict[str, Any]) -> dict[str, str]:
 
 
 def _described(item: WriteItem) -> str:
+    """What must be the same on all ranks that have the name."""
     data = item.tensor_data
     if data is None:
         return "an object"

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -9,27 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge_ckpt import directories
+from forge_ckpt import directories, manifest
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CorruptCheckpoint, StepExists
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import verify_checkpoint
-from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.retention import Retention
-from forge_ckpt.write.background import (
-    BackgroundWriter,
-    SaveEvent,
-    SaveEvents,
-    SaveHandle,
-    Stopwatch,
-)
+from forge_ckpt.write.background import BackgroundWriter, SaveEvent, SaveEvents, SaveHandle
 from forge_ckpt.write.save import PlannedSave, SavePlans, plan_save
 from forge_ckpt.write.staging import StagingArea
 from forge_ckpt.write.writer import ForgeWriter
 
 logger = logging.getLogger("forge_ckpt")
 Content = Callable[[], dict[str, Any]]
-# (group, step, reason) -> whether the step was there; sets a corrupt step aside
+Metrics = Mapping[str, float] | None
+# (group, step, reason) -> whether the step was there; it is quarantined
 Quarantine = Callable[[RankGroup, int, str], bool]
 
 
@@ -81,21 +76,22 @@ class Saver:
         self._staging = StagingArea(options.staging_gib)
 
     def save(
-        self,
-        step: int,
-        content: Content,
-        metrics: Mapping[str, float] | None,
-        wait: bool,
-        watch: Stopwatch,
+        self, step: int, content: Content, metrics: Metrics, wait: bool, started: float, again: bool
     ) -> SaveHandle:
-        """Save a step that is not committed yet; returns when it is committed, or staged without ``wait``."""
-        handle = SaveHandle(step)
+        """Save a step; returns when it is committed, or staged without ``wait``.
+
+        A step that is committed is saved ``again``: the call waits, compares both and keeps the sound one. Raises StepExists
+        if both are sound and differ.
+        """
+        handle, wait = SaveHandle(step), wait or again
         try:
-            with self.reported(step, watch):
+            with self.reported(step, started):
                 path = directories.step_directory(self._root, step)
-                save = self._plan(step, path, content, metrics)
+                save = self._plan(
+                    step, directories.second_copy(path) if again else path, content, metrics
+                )
                 if wait:
-                    handle.set_result(self._commit(self._group, save, step, watch))
+                    handle.set_result(self._commit(self._group, save, step, started))
                 else:
                     with self._explained(step):
                         self._stage(save)
@@ -106,9 +102,14 @@ class Saver:
             self._background.fail(handle, error)
             return handle
 
+        def commit() -> Path:
+            assert self._writing_group is not None
+            with self.reported(step, started):
+                return self._commit(self._writing_group, save, step, started)
+
         if not wait:
-            self.events.emit(SaveEvent("staged", step, watch()))
-            self._background.start(lambda: self._commit_in_background(save, step, watch), handle)
+            self.events.emit("staged", step, started)
+            self._background.start(commit, handle)
         return handle
 
     def prepare(self, content: Content) -> None:
@@ -135,40 +136,11 @@ class Saver:
 
         self._background.start(reserve, Future())
 
-    def save_again(
-        self,
-        step: int,
-        content: Content,
-        metrics: Mapping[str, float] | None,
-        repeat: Path,
-        watch: Stopwatch,
-    ) -> SaveHandle:
-        """Save a committed step once more, as ``repeat``; compare both and keep the sound one.
-
-        Raises StepExists if both are sound and differ.
-        """
-        with self.reported(step, watch):
-            save = self._plan(step, repeat, content, metrics)
-            try:
-                with self._explained(step):
-                    save.write_and_commit(self._group, lambda: None)
-                self._keep_one(step, repeat)
-            finally:
-                save.discard()
-                if self._group.rank == 0:
-                    shutil.rmtree(repeat, ignore_errors=True)
-            self._retain(self._group, step)
-
-        handle = SaveHandle(step)
-        handle.set_result(self._committed(step, watch))
-        return handle
-
     def finish_pending(self) -> None:
         """Wait for the background save before a new one. Not collective: its thread is."""
         error = self._background.wait()
-        if error is None:
-            return
-        if not isinstance(error, OSError) or self._failures >= self._options.max_failures:
+        left = isinstance(error, OSError) and self._failures < self._options.max_failures
+        if error is not None and not left:
             raise error
 
     def wait(self) -> None:
@@ -192,32 +164,40 @@ class Saver:
         self._writing_group = None
         return error
 
-    def _plan(
-        self, step: int, path: Path, content: Content, metrics: Mapping[str, float] | None
-    ) -> PlannedSave:
+    def _plan(self, step: int, path: Path, content: Content, metrics: Metrics) -> PlannedSave:
         threads, digest = self._options.threads, self._options.digest
         writer = ForgeWriter(path, step=step, threads=threads, digest=digest, metrics=metrics)
         with self._explained(step):
             return plan_save(self._group, writer, content, self._plans)
 
-    def _commit(self, group: RankGroup, save: PlannedSave, step: int, watch: Stopwatch) -> Path:
+    def _commit(self, group: RankGroup, save: PlannedSave, step: int, started: float) -> Path:
         """Write and commit a planned save, and remove what it makes outdated."""
+        target, written = directories.step_directory(self._root, step), save.writer.path
+        again = written != target
+
+        def report() -> None:
+            if not again:
+                self.events.emit("written", step, started)
+
         try:
             with self._explained(step):
-                save.write_and_commit(
-                    group, lambda: self.events.emit(SaveEvent("written", step, watch()))
-                )
-            self._retain(group, step)
+                save.write_and_commit(group, report)
+                if again:
+                    self._keep_one(step, target, written)
+            self._retention.apply(
+                group, step, self._options.threads, lambda text: self._quarantine(group, step, text)
+            )
         finally:
             save.discard()
-        return self._committed(step, watch)
-
-    def _committed(self, step: int, watch: Stopwatch) -> Path:
+            # without the step itself the second copy is the only good one, and the next open commits it
+            if again and group.rank == 0 and os.path.lexists(target):
+                shutil.rmtree(written, ignore_errors=True)
         self._failures = 0
-        self.events.emit(SaveEvent("committed", step, watch()))
-        return directories.step_directory(self._root, step)
+        self.events.emit("committed", step, started)
+        return target
 
     def _stage(self, save: PlannedSave) -> None:
+        """Copy the state to host memory, for the background thread."""
         try:
             self._make_writing_group()
             self._group.run_on_all_ranks(lambda: save.stage(self._staging))
@@ -229,13 +209,8 @@ class Saver:
         if self._writing_group is None:
             self._writing_group = self._group.twin()
 
-    def _commit_in_background(self, save: PlannedSave, step: int, watch: Stopwatch) -> Path:
-        assert self._writing_group is not None
-        with self.reported(step, watch):
-            return self._commit(self._writing_group, save, step, watch)
-
     @contextlib.contextmanager
-    def reported(self, step: int, watch: Stopwatch) -> Iterator[None]:
+    def reported(self, step: int, started: float) -> Iterator[None]:
         """Count, log and report an exception as the failure of a save; a rejected argument is not one."""
         try:
             yield
@@ -246,27 +221,29 @@ class Saver:
             text = str(getattr(error, "strerror", None) or error)
             if self._group.rank == 0:
                 logger.warning("%s (failed save %d in a row)", text, self._failures)
-            self.events.emit(SaveEvent("failed", step, watch(), text, self._failures))
+            self.events.emit("failed", step, started, text, self._failures)
             raise
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
+        """Name the step in an OSError, and whether it was saved."""
         try:
             yield
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"step {step} was not saved in {self._root}: {error.strerror or error}; older checkpoints are "
-                "untouched; make room or raise the limit, then save again",
-            ) from error
+            reason = str(error.strerror or error)
+            happened = f"step {step} was not saved in {self._root}: "
+            if directories.NOT_DURABLE in reason:
+                happened = f"step {step} in {self._root}: "
+            text = "older checkpoints are untouched; make room or raise the limit, then save again"
+            raise OSError(error.errno, f"{happened}{reason}; {text}") from error
 
-    def _keep_one(self, step: int, repeat: Path) -> None:
-        target = directories.step_directory(self._root, step)
+    def _keep_one(self, step: int, target: Path, repeat: Path) -> None:
+        """Compare the committed step with ``repeat``, which replaces it if it is damaged."""
 
         def compare() -> tuple[bool, str | None]:
-            wanted = _content(repeat, step)
+            wanted = manifest.read_from(repeat, step).content()
             try:
-                return _content(target, step) == wanted, None
+                return manifest.read_from(target, step).content() == wanted, None
             except CorruptCheckpoint as error:
                 return False, str(error)
 
@@ -284,13 +261,3 @@ class Saver:
             rule = f"is already in {self._root} with another content, and nothing was replaced"
             fix = "save under a later step, or leave this save out"
             raise invalid("step", "exists", step, rule, fix, kind=StepExists)
-
-    def _retain(self, group: RankGroup, step: int) -> None:
-        self._retention.apply(
-            group, step, self._options.threads, lambda reason: self._quarantine(group, step, reason)
-        )
-
-
-def _content(path: Path, step: int) -> tuple[Any, ...]:
-    with ForgeReader(path, step=step).opened() as table:
-        return table.content()

@@ -86,6 +86,7 @@ class StagingArea:
 
     @staticmethod
     def _copy_from_cuda(pieces: list[Piece], memory: torch.Tensor) -> torch.cuda.Event:
+        """Queue the copying on a stream of its own; the event is recorded after the last piece."""
         device = pieces[0].tensor.device
         stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(current)  # the kernels that compute the values
@@ -141,6 +142,7 @@ def _windows(layout: FileLayout) -> Iterator[FileLayout]:
 
 
 def _copy(pieces: list[Piece], memory: torch.Tensor, non_blocking: bool) -> None:
+    """Copy pieces to their places in ``memory``."""
     with torch.no_grad():
         for piece in pieces:
             target = memory[piece.start : piece.start + piece.nbytes].view(piece.tensor.dtype)

@@ -86,7 +86,7 @@ class ForgeWriter(StorageWriter):
         if os.path.lexists(self.path):
             fix = "give a new one: a checkpoint is never written in place"
             raise invalid("path", "exists", str(self.path), "exists", fix, kind=StepExists)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        directories.make_directory(self.path.parent)
         name = f"{self.path.name}.tmp-{secrets.token_hex(4)}"
         self._temporary = self.path.parent / name
         self._temporary.mkdir()
@@ -146,6 +146,7 @@ class ForgeWriter(StorageWriter):
 
 
 def _manifest(step: int | None, metadata: Metadata, results: Sequence[WriteResult]) -> Manifest:
+    """The manifest of what all ranks have written."""
     file_entries: dict[str, FileEntry] = {}
     texts: dict[str, str] = {}
     locations: dict[tuple[str, tuple[int, ...]], _Location] = {}
@@ -204,14 +205,14 @@ def write_checkpoint(
     the bytes written so far. Raises StepExists if it has the step or a newer one, and CorruptCheckpoint, before the
     commit, for boxes that do not tile their tensors.
     """
-    store.mkdir(parents=True, exist_ok=True)
+    directories.make_directory(store)
     refuse_foreign(store)
     lock = Lock(store)
     target = directories.step_directory(store, step)
     temporary = store / f"{target.name}.tmp-{secrets.token_hex(4)}"
     try:
-        newest = max(directories.list_steps(store), default=-1)
-        if step <= newest:
+        newest = directories.newest_step(store)
+        if newest is not None and step <= newest:
             rule = f"must be above {newest}, the newest in {store}"
             fix = "write into another directory"
             raise invalid("step", "order", step, rule, fix, kind=StepExists)
@@ -244,6 +245,7 @@ def write_checkpoint(
 def _write_file(
     path: Path, boxes: Iterable[Box], tensors: dict[str, TensorEntry], digest: str
 ) -> FileEntry:
+    """Write boxes to a new file, and add their chunks to ``tensors``."""
     block_file = BlockFile(path, 2, digest)
     try:
         for box in boxes:
