@@ -127,11 +127,12 @@ class SlurmConfig(Checked):
     """folder of compiled kernels, kept from attempt to attempt (default: slurm/cache in the run's folder)"""
     on_stop: Literal["requeue", "resubmit", "leave"] = "requeue"
     """how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues; leave: it
-    ends with code 75, for an orchestrator"""
+    ends with code 75, for an orchestrator. The latter two set --no-requeue: a first node that dies ends the job"""
     max_restarts: int = field(1000, between=_FROM_0)
-    """attempts after the first; a job that stops once more ends with 75"""
+    """attempts after the first, retries included; a job that stops once more ends with 75, and its orchestrator with 1"""
     retries: int = field(0, between=_FROM_0)
-    """times that crashed ranks are started again within one attempt, in the same nodes"""
+    """times that crashed ranks are started again on the same nodes, without a requeue; each counts as an attempt, for
+    max_restarts and for the limit of two without a new checkpoint"""
     orchestrator: OrchestratorConfig = field(OrchestratorConfig)
     """of --orchestrate"""
 
@@ -161,8 +162,7 @@ class JobFacts(Checked):
     """Paths and limits of one job; paths are absolute, and every node sees them.
 
     run_dir: folder of the run. script: where its batch script is kept, for a resubmission and for people.
-    working_dir: where the command runs. save_limit_seconds: the longest save. checkpoints: pattern, below run_dir, of the
-    files that committed checkpoints have; their newest change is what an attempt achieved (None: nothing looks at it).
+    working_dir: where the command runs.
     supervisor: a command that starts the ranks of a node, given `--nproc N -- COMMAND`: srun then starts one of it on each
     node, such as `("python", "-m", "forge_resilience.supervise")`, instead of the ranks.
     broken_nodes: a command that gets run_dir as its last argument and prints, with commas between them, the nodes that the
@@ -177,6 +177,8 @@ class JobFacts(Checked):
     )
     """the longest save"""
     checkpoints: str | None = "checkpoints/step-*/manifest.json"
+    """pattern, below run_dir, of a file that each committed checkpoint has, by default of forge-ckpt. Its newest change
+    is the progress of an attempt: where no file matches, two stops in a row end the job with 70. None: nothing looks"""
     supervisor: tuple[str, ...] = ()
     broken_nodes: tuple[str, ...] = ()
 

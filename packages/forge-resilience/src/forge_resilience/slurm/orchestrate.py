@@ -55,8 +55,12 @@ def orchestrate(
     The script must not continue itself (`SlurmConfig(on_stop="leave")`): it leaves with 75 when it was stopped by USR1,
     TERM or a lost node, and appends a line `<job id> <exit code>` to `ends-<name>` in its folder when it ends, for an
     orchestrator that was away longer than Slurm remembers. 75, Slurm's own ends (node failure, preemption, time limit), and 71 if
-    the journal names nodes to leave out, are followed by another submission, at most `max_restarts` times; every other
-    code is returned, and 1 for a job that a user cancelled. What it does is recorded in the journal.
+    the journal names nodes to leave out, are followed by another submission, at most `max_restarts` times. Every other
+    code is returned; 1 for a job that a user cancelled, and for one whose restarts are used up (a script that goes on by
+    itself ends with 75 then). What it does is recorded in the journal.
+
+    Restarts are counted over all calls for this name, in `orchestrator-<name>.json` next to the script: remove that file,
+    while none runs, to count from 0 again. 70 comes from the script, which counts in `lives-<name>`: remove that too.
     `stopped` turning true makes it return 75 and leave the job running; started again, it finds the job.
 
     Raises ValueError for sizes or a name that cannot be, QueueRefusal when Slurm rejects the script.
@@ -287,10 +291,10 @@ class _Orchestrator:
 
         if (reason := may_restart(history)) is not None:
             self._update(handled=row.job)
-            if reason is NoRestart.FINAL:
-                self.report(f"{ended}, which starting again does not fix")
+            if reason is NoRestart.EXCLUDED:
+                self.report(f"{ended}, and is not started again")
                 return 1 if row.state == "CANCELLED" else row.code or 1
-            self.report(f"{ended}, after {known.restarts} restarts, as many as are allowed")
+            self.report(f"{ended}, after {known.restarts} restarts, as many as are allowed: remove {self.path} to count anew")
             return 1
 
         excluded = (*known.excluded, *broken)

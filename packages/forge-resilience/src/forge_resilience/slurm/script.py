@@ -9,13 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from forge_resilience._shared.problems import invalid
-from forge_resilience.exit_codes import ExitCode
+from forge_resilience.exit_codes import FINAL_CODES, ExitCode
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
 
 __all__ = ["batch_script", "directive", "expanded", "interactive_commands"]
-
-#: Exit codes that starting again does not fix.
-_FINAL = sorted({code for code in ExitCode if code > 1} - {ExitCode.REQUEUE})
 
 #: Variables in which srun reads its options about GPUs, and sbatch leaves those of the job: SLURM_GPUS of --gpus.
 _OF_GPUS = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "GPU_FREQ", "CPUS_PER_GPU",
@@ -49,7 +46,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
         *([_fill(values, "record_end")] if leaves else []),
         _fill(values, "signals"),
         _environment(config, values),
-        _fill(values, "no_progress" if facts.checkpoints is None else "progress"),
+        _fill(values, "no_checkpoints" if facts.checkpoints is None else "progress"),
         _fill(values, "exclude_nodes"),
         _fill(values, "again", *carry_on, "again_end"),
         _fill(values, "lost_node"),
@@ -180,7 +177,9 @@ def _values(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> dic
         "leave": "leaving with code 75 to whoever submitted this job",
     }
 
-    final = [c for c in _FINAL if c != ExitCode.HARDWARE or not _excludes_nodes(config, facts)]
+    own_cases = {ExitCode.DONE, ExitCode.REQUEUE}
+    if _excludes_nodes(config, facts):
+        own_cases.add(ExitCode.HARDWARE)
     asked = {option[2:].upper().replace("-", "_") for option, _ in _resources(config, facts)}
     options, ranks = _srun(config, command, facts)
 
@@ -199,7 +198,7 @@ def _values(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> dic
         "HOW": how[config.on_stop],
         "ELEMENT": '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else "",
         "COMMAND": _bash_command(config, facts.broken_nodes) + ' "$run"',
-        "FINAL": " | ".join(str(int(code)) for code in final),
+        "END_CODES": " | ".join(str(int(code)) for code in sorted(FINAL_CODES - own_cases)),
         "RETRIES": config.retries,
         # whoever submits a job that leaves counts its attempts
         "MAX_RESTARTS": 10**9 if config.on_stop == "leave" else config.max_restarts,

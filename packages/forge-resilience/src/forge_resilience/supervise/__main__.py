@@ -14,6 +14,8 @@ from forge_resilience.supervise.guard import run_guarded
 from forge_resilience.supervise.supervisor import supervise
 from forge_resilience.supervise.watch import WatchConfig
 
+_WRONG_COMMAND = (FileNotFoundError, NotADirectoryError, PermissionError)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run guarded, and return the exit code."""
@@ -38,16 +40,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 grace_seconds=own.grace_seconds,
                 guard=guard,
             ).code
-        except (ValueError, OSError) as error:
+        except (ValueError, *_WRONG_COMMAND) as error:
             return _print_problems(error)
+        except OSError as error:  # it may pass, such as a full disk: 78 would be the end of the job
+            return _print_problems(error, ExitCode.ERROR)
 
     return run_guarded(run, own.grace_seconds)
 
 
-def _print_problems(error: Exception) -> int:
+def _print_problems(error: Exception, code: ExitCode = ExitCode.CONFIG_ERROR) -> int:
     for line in str(error).splitlines():
         print(f"supervise: {line}", file=sys.stderr)
-    return ExitCode.CONFIG_ERROR
+    return code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "python -m forge_resilience.supervise",
         usage="%(prog)s [options] -- COMMAND ...",
-        description="Start COMMAND, watch its ranks by their heartbeats, and start them again in place.",
-        epilog="exit codes: that of the ranks; 1 after a hang, 70 after two attempts without progress, 78 for a wrong "
-        "option; a stop signal is handed on and never leads to a restart",
+        description="Start COMMAND, watch its ranks by their heartbeats, and start them again on this node.",
+        epilog="exit codes: that of the ranks; 1 after a hang or an error of this host, 70 after two attempts without "
+        "progress, 78 for a wrong option or command; a stop signal is handed on and never leads to a restart",
     )
     parser.add_argument(
         "--nproc", type=int, help="start N ranks (of this node, under srun); else COMMAND once"

@@ -173,11 +173,11 @@ def describe_hang(
     ended: Mapping[int, int],
     seconds: Mapping[int, float],
     environ: Mapping[str, str],
-    whole: bool = True,
+    has_all_ranks: bool = True,
 ) -> Hang:
     """Collect stacks of the ranks in `running` (rank -> pid) and find the one that the others wait for.
 
-    `whole`: whether they are all ranks of the job; else the late one may be elsewhere.
+    `has_all_ranks`: whether they are all ranks of the job; else the late one may be elsewhere.
     """
     heartbeats = {heartbeat.rank: heartbeat for heartbeat in read_heartbeats(folder)}
     alive = [b for b in heartbeats.values() if process_start(b.pid) == b.process_start]
@@ -200,7 +200,7 @@ def describe_hang(
     phase = late.phase if culprit.rank == late.rank else heartbeat.phase if heartbeat else "start"
     step = heartbeat.step if heartbeat else None
     at = "" if step is None else f", step {step}"
-    elsewhere = not whole and bool(culprit.stack.collective)
+    elsewhere = not has_all_ranks and bool(culprit.stack.collective)
     what = "waits for a rank of another supervisor" if elsewhere else "is late"
     cause = f"rank {culprit.rank} {what}: phase {phase}{at}, {why}"
 
@@ -234,12 +234,12 @@ def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
     behind = [one for one in ranks if counts[one.rank] == min(counts.values())]
     others = [one for one in ranks if one not in behind]
     busy = [one for one in behind if not one.stack.collective]
-    stuck = [one for one in behind if one.stack.collective]
+    waiting = [one for one in behind if one.stack.collective]
 
     places = Counter(one.stack.place for one in behind)
     common, most = places.most_common(1)[0]
     odd = [one for one in behind if one.stack.place not in ("", common)] if most > 1 else []
-    suspects = busy if stuck and busy else odd or behind
+    suspects = busy if waiting and busy else odd or behind
     chosen = next((one for one in suspects if one.rank == late.rank), suspects[0])
 
     where = chosen.stack.place and f", in {chosen.stack.place}"
@@ -248,8 +248,8 @@ def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
     if others:
         lag = min(counts[one.rank] for one in others) - counts[chosen.rank]
         return chosen, f"{lag} {'entry' if lag == 1 else 'entries'} behind the others{where}"
-    if busy and stuck:
-        return chosen, f"the others wait for it in {stuck[0].stack.collective}{where}"
+    if busy and waiting:
+        return chosen, f"the others wait for it in {waiting[0].stack.collective}{where}"
     if odd:
         return chosen, f"{most} others are together in {common}{where}"
     return chosen, f"{'makes no entry' if len(ranks) == 1 else 'no rank is behind another'}{where}"

@@ -23,8 +23,8 @@ class NodeSlot:
     nproc: int | None
     node: int = 0
     nodes: int = 1
-    whole: bool = True
-    """Whether no other process is of the job: only then ranks can be started again in place."""
+    has_all_ranks: bool = True
+    """Whether no other process starts ranks of the job: only then this one can start them again."""
     hand_over_port: bool = False
     """Whether rank 0 takes MASTER_PORT as an open socket, as Forge's start-up does."""
 
@@ -74,7 +74,7 @@ def find_node_slot(nproc: int | None, environ: Mapping[str, str] = os.environ) -
 
     if nproc is None:
         given = "RANK" in environ and world != "1"
-        return NodeSlot(None, whole=not given and step_tasks == 1)
+        return NodeSlot(None, has_all_ranks=not given and step_tasks == 1)
     if "RANK" in environ and world != "1":
         rule = f"starts ranks, but a launcher started this process as rank {environ['RANK']} of {world}"
         raise invalid("nproc", "in_rank", nproc, rule, "leave nproc out to supervise this one")
@@ -86,7 +86,7 @@ def find_node_slot(nproc: int | None, environ: Mapping[str, str] = os.environ) -
         rule = f"starts the ranks of a node, and the Slurm step has {step_tasks} tasks on {nodes} nodes"
         fix = "use srun --ntasks-per-node=1, or leave nproc out"
         raise invalid("nproc", "step_tasks", nproc, rule, fix)
-    return NodeSlot(nproc, int(environ["SLURM_PROCID"]), nodes, whole=False)
+    return NodeSlot(nproc, int(environ["SLURM_PROCID"]), nodes, has_all_ranks=False)
 
 
 __getattr__ = renamed(__name__)

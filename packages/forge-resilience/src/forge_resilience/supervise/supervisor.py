@@ -43,7 +43,7 @@ class Result(int):
 
     code: the exit code of the job, an `ExitCode` or that of its program.
     attempts: how often its ranks were started, at least 1.
-    reason: why it is not started again, "" after code 0.
+    reason: why it is not started again, and what ended the last attempt; "" after code 0.
     It is the code itself too, as in 0.1; a comparison with a number, or a test of its truth, warns until 0.3.0.
     """
 
@@ -107,11 +107,11 @@ def supervise(
     memory. journal: an events.jsonl that gets `hang`, `stall`, `restart` and `no_progress`; a message with all stacks
     is put next to it. guard: pid of the process that `run_guarded` keeps. hand_over_port: see `local_ranks`.
 
-    A rank that fails, or is late by `config`, ends the others. With `action="restart"` all are started again in
-    place, unless a signal asked for a stop, the code is one of FINAL_CODES, other nodes have ranks of
-    the job, or `max_restarts` are used up. Two attempts in a row without progress (no step beyond the best one so far,
-    no newer `save` in the journal) end with code 70. A hang that is not followed by a restart is code 1, or 75 if a
-    stop had been asked for. What was started below this process meanwhile, and is left running, is ended; after code
+    A rank that fails, or is late by `config`, ends the others. With `action="restart"`, the default here (that of
+    WatchConfig is "report"), all are started again on this node, unless a signal asked for a stop, the code is one of
+    FINAL_CODES, other nodes have ranks of the job, or `max_restarts` are used up; a line on stderr says which. Two
+    attempts in a row without progress (no step beyond the best one so far, no newer `save` in the journal) end with
+    code 70. A hang that is not followed by a restart is code 1, or 75 if a stop had been asked for. What was started below this process meanwhile, and is left running, is ended; after code
     0 what took a session of its own goes on, such as an upload that a callback detached.
 
     Raises ValueError, RuntimeError and OSError as `run_local_workers` does. Cost: two reads a second for each rank.
@@ -204,7 +204,7 @@ class _Supervised:
         self.others = set(procfs.descendants(os.getpid()))  # of the caller: not ours to end
 
     def run(self) -> Result:
-        """Run attempts until one is final; return how the job ended."""
+        """Run attempts until one is the last; return how the job ended."""
         # between attempts; ranks that run are handed each signal
         with StopSignal(announce=False) as stop:
             while True:
@@ -219,11 +219,13 @@ class _Supervised:
                 progressed = self._count_progress()
                 self.without_progress = 0 if progressed else self.without_progress + 1
 
-                final = self._final_result(outcome)
-                if final is not None:
-                    return final
+                result = self._result_unless_restarted(outcome)
+                if result is not None:
+                    return result
                 if stop.requested:  # the job is to come again
-                    return self._result(ExitCode.REQUEUE, f"{stop.signal_name} asked for a stop")
+                    reason = f"{stop.signal_name} asked for a stop"
+                    _print_line(f"not started again: {reason}")
+                    return self._result(ExitCode.REQUEUE, reason)
                 self._report_restart(outcome)
 
     def _run_attempt(self) -> ExitStatus:
@@ -247,7 +249,7 @@ class _Supervised:
     def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
         """Remove heartbeats of an earlier attempt or run; in a shared folder only those of the ranks that start here."""
         names = [f"rank-{_rank_of(environ):05d}" for environ in environs]
-        if self.slot.whole:
+        if self.slot.has_all_ranks:
             names = ["rank-?????"]
         for name in names:
             for path in [*self.folder.glob(name), *self.folder.glob(f"{name}.stacks")]:
@@ -275,7 +277,7 @@ class _Supervised:
                 self.steps[heartbeat.rank] = max(heartbeat.step, self.steps.get(heartbeat.rank, -1))
         known = {heartbeat.rank: heartbeat.pid for heartbeat in mine}
         ranks = {rank: known.get(rank, pid) for rank, pid in running.items()}
-        if known and self.slot.nproc is None and self.slot.whole:
+        if known and self.slot.nproc is None and self.slot.has_all_ranks:
             ranks = known  # those of the launcher that was run
         traced = any(procfs.is_traced(pid) for pid in ranks.values())
         late = self.watch.look(mine, ranks, paused=traced)
@@ -283,8 +285,8 @@ class _Supervised:
 
     def _handle_hang(self, late: Late, ranks: Mapping[int, int], ended: Mapping[int, int]) -> str:
         """Report a late rank with all stacks; return the cause if the ranks are to be killed, else ""."""
-        seconds, whole = self.watch.seconds(), self.slot.whole
-        hang = describe_hang(self.folder, late, ranks, ended, seconds, self.environ, whole)
+        seconds, is_all = self.watch.seconds(), self.slot.has_all_ranks
+        hang = describe_hang(self.folder, late, ranks, ended, seconds, self.environ, is_all)
         path = self._write_message(f"{hang.message}\n{hang.stacks}\n")
         _print_line(hang.message if path else f"{hang.message}\n{hang.stacks}")
         if path:
@@ -326,41 +328,49 @@ class _Supervised:
         self.best_step, self.best_save = max(step, self.best_step), max(save, self.best_save)
         return progressed
 
-    def _final_result(self, outcome: ExitStatus) -> Result | None:
+    def _obstacle(self, outcome: ExitStatus) -> str:
+        """Why another attempt cannot begin here or would end alike; "" if it may help."""
+        reasons = {
+            "a signal asked for a stop": outcome.requested,
+            f"code {outcome.code} is one of FINAL_CODES": outcome.code in FINAL_CODES,
+            f"ranks {outcome.left_behind} cannot be killed": bool(outcome.left_behind),
+            f"the action is {self.config.action!r}": self.config.action != "restart",
+            "other processes start ranks of the job, too": not self.slot.has_all_ranks,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def _result_unless_restarted(self, outcome: ExitStatus) -> Result | None:
         """Return how the job ended; None if its ranks are to be started again."""
-        final = outcome.code in FINAL_CODES or outcome.requested or bool(outcome.left_behind)
-        # other nodes have ranks of the job too, which this supervisor cannot start
-        in_place = self.config.action == "restart" and self.slot.whole
+        why, cause, code = self._obstacle(outcome), self._cause(outcome), outcome.code
         history = History(
-            may_help=in_place and not final,
+            may_help=not why,
             restarts=self.restarts,
             max_restarts=self.config.max_restarts,
             without_progress=self.without_progress,
         )
-
         stop = may_restart(history)
-        cause = self._cause(outcome)
+
+        if stop is None:
+            return None
         if stop is NoRestart.NO_PROGRESS:
+            why, code = stop.value, int(ExitCode.NO_PROGRESS)
             _print_line(
                 f"{self.without_progress} attempts in a row made no progress beyond step {self.best_step}: ended "
-                f"with code {int(ExitCode.NO_PROGRESS)}; look at the cause of the last one: {outcome.cause}"
+                f"with code {code}; look at the cause of the last one: {outcome.cause}"
             )
             self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)
-            return self._result(ExitCode.NO_PROGRESS, f"{stop.value}; the last one: {cause}")
-        if stop is NoRestart.RESTARTS and self.config.max_restarts:
-            _print_line(f"{self.restarts} restarts are used up; ended with code {outcome.code}")
-            cause = f"{stop.value}; the last attempt: {cause}"
-        return None if stop is None else self._result(outcome.code, cause)
+        elif code not in FINAL_CODES:  # whose meaning says it
+            why = why or f"{self.restarts} restarts are used up"
+            _print_line(f"not started again: {why}; ended with code {code}")
+        return self._result(code, "; the last attempt: ".join(filter(None, (why, cause))))
 
     def _result(self, code: int, reason: str) -> Result:
         return Result(code, self.restarts + 1, "" if code == ExitCode.DONE else reason)
 
     def _cause(self, outcome: ExitStatus) -> str:
-        """Why this attempt ended, with its rank."""
+        """What ended this attempt, with its rank; "" if nothing failed."""
         if self.hang is not None:
             return self.hang.cause
-        if outcome.requested and not outcome.cause:
-            return "a signal asked for a stop"
         return outcome.cause if outcome.rank is None else f"rank {outcome.rank} {outcome.cause}"
 
     def _report_restart(self, outcome: ExitStatus) -> None:
@@ -397,7 +407,7 @@ class _Supervised:
         path = self.journal.path.with_name(f"hang-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt")
         try:
             path.write_text(text, encoding="utf-8")
-        except OSError:  # a full disk: the whole message is printed
+        except OSError:  # a full disk: the message is printed instead
             return None
         return path
 

@@ -23,6 +23,8 @@ _MOST_SECONDS = 2.0
 class WatchConfig(Checked):
     """Limits of the phases of a rank, in seconds; 0 means none. Raises ValueError with every broken rule.
 
+    The default action, "report", starts no ranks again after a crash or hang, here and in what `command` makes. The
+    command line `python -m forge_resilience.supervise`, and `supervise` without a config, restart by default.
     Usage: `WatchConfig("restart", step_seconds=120, limits={"save": 900})`.
     """
 
@@ -76,7 +78,10 @@ class WatchConfig(Checked):
         return seconds or float("inf")
 
     def command(self, journal: str = "", python: str = sys.executable) -> tuple[str, ...]:
-        """Return the command of a supervisor with these limits, of ranks with heartbeats; append `--nproc N -- COMMAND`."""
+        """Return the command of a supervisor with these limits, of ranks with heartbeats; append `--nproc N -- COMMAND`.
+
+        It starts ranks again only with `action="restart"`.
+        """
         limits = ",".join(f"{phase}={seconds}" for phase, seconds in self.limits.items())
         values = asdict(self) | {"limits": limits, "journal": journal}
         flags = [f"--{name}={value}" for name, value in values.items() if value != ""]
