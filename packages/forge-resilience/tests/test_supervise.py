@@ -311,8 +311,13 @@ def test_a_newer_save_is_progress(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_of_another_launcher_is_not_started_again_alone(tmp_path, monkeypatch):
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}.items():
+@pytest.mark.parametrize(
+    "environ",
+    [{"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},
+     {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}],
+)  # fmt: skip
+def test_a_rank_of_another_launcher_is_not_started_again_alone(tmp_path, monkeypatch, environ):
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
     body = "world = 1\ndef compute(number):\n    if number == 5: time.sleep(600)"
     ran = run(tmp_path, body, *SOON, nproc=None)

@@ -6,14 +6,12 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.problems import Problem
-
-__all__ = ["FLAGS", "JobFacts", "OrchestratorConfig", "SlurmConfig", "seconds_of"]
 
 #: Options of sbatch that the script sets or that its loop relies on, and the key to use instead.
 _OF_SBATCH = {
@@ -35,9 +33,9 @@ _TIME = re.compile(
     r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
     r"|(?P<h>\d+):(?P<hm>\d+):(?P<hs>\d+)|(?P<m>\d+)(?::(?P<s>\d+))?)"
 )
-_MAX_LEAD_SECONDS = 65535  # of sbatch --signal
 #: From the signal to the limit beyond the save: Slurm looks at limits once a minute.
 _EARLY_SECONDS = 60
+_SAVE_SECONDS = (0, 65535 - _EARLY_SECONDS)  # the largest of sbatch --signal
 _FROM_0, _FROM_1 = (0, 10**6), (1, 10**6)
 #: Fields of OrchestratorConfig that are flags of `python -m forge_resilience.slurm`.
 FLAGS = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
@@ -64,12 +62,10 @@ class OrchestratorConfig(Checked):
         (0, 60),
     )
     poll_seconds: float = field(30.0, "seconds between looks at the queue", (0.1, 3600))
-    partition: str | None = field(
-        None, "partition of the small job that orchestrates (default: that of the job)"
-    )
-    time_limit: int | str | None = field(
-        None, "limit of one attempt of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"
-    )
+    partition: str | None = None
+    """partition of the small job that orchestrates (default: that of the job)"""
+    time_limit: int | str | None = None
+    """limit of one attempt of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"""
 
 
 @dataclass(frozen=True)
@@ -172,9 +168,7 @@ class JobFacts(Checked):
     run_dir: str
     script: str
     working_dir: str
-    save_limit_seconds: float = field(
-        300.0, between=(0, _MAX_LEAD_SECONDS - _EARLY_SECONDS), positive=True
-    )
+    save_limit_seconds: float = field(300.0, between=_SAVE_SECONDS, positive=True)
     """the longest save"""
     checkpoints: str | None = "checkpoints/step-*/manifest.json"
     """pattern, below run_dir, of a file that each committed checkpoint has, by default of forge-ckpt. Its newest change
@@ -224,12 +218,8 @@ def _number_problems(c: SlurmConfig) -> Iterator[Problem]:
         rule = "must be a number or a range such as '3-4'"
         yield Problem("nodes", "format", c.nodes, rule, "use nodes = 1")
 
-    limit = c.time_limit
-    if (
-        limit is not None
-        and str(limit).upper() not in ("UNLIMITED", "INFINITE")
-        and not seconds_of(limit)
-    ):
+    limit = "UNLIMITED" if c.time_limit is None else c.time_limit
+    if str(limit).upper() not in ("UNLIMITED", "INFINITE") and not seconds_of(limit):
         rule, fix = "must be minutes or 'D-HH:MM:SS'", "use '12:00:00' for twelve hours"
         yield Problem("time_limit", "format", limit, rule, fix)
 
@@ -280,9 +270,8 @@ def _option_problems(c: SlurmConfig) -> Iterator[Problem]:
     yield from _container_problems(c.container)
 
 
-def _container_problems(words: Iterable[str]) -> Iterator[Problem]:
+def _container_problems(words: Sequence[str]) -> Iterator[Problem]:
     """`bash -c` takes the command as its own arguments, and a pipe hides signals and the exit code."""
-    words = list(words)
     shell = bool(words) and words[0].rpartition("/")[2] in ("sh", "bash", "zsh", "dash")
     if shell and "-c" in words:
         rule = "must end so that the command can follow, and a shell -c loses signals and exit code"
@@ -290,7 +279,9 @@ def _container_problems(words: Iterable[str]) -> Iterator[Problem]:
         yield Problem("container", "shell", shlex.join(words), rule, fix)
     if "|" in words:
         rule = "must be one command, and a pipe loses signals"
-        yield Problem("container", "pipe", words, rule, "the batch script keeps the log anyway")
+        yield Problem(
+            "container", "pipe", list(words), rule, "the batch script keeps the log anyway"
+        )
 
 
 def _array_problems(c: SlurmConfig) -> Iterator[Problem]:

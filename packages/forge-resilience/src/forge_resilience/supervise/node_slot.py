@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from forge_resilience._renamed import renamed
-from forge_resilience._shared.launch import RUN_NAME, STORE_FD, first_address, step_port
+from forge_resilience._shared.launch import first_address, step_port
 from forge_resilience._shared.problems import invalid
-from forge_resilience.local_workers import local_ranks
-
-__all__ = ["NodeSlot", "find_node_slot"]
+from forge_resilience.local_workers import local_ranks, rank_environs
 
 
 @dataclass(frozen=True)
@@ -44,24 +42,13 @@ class NodeSlot:
     def _of_node(self, environ: Mapping[str, str], nproc: int) -> list[dict[str, str]]:
         """Environments of the ranks of one node of several."""
         address = environ.get("MASTER_ADDR") or first_address(environ["SLURM_STEP_NODELIST"])
-        run = [
-            environ.get(name, "0")
-            for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        ]
-        port = step_port(*map(int, run))
-
-        shared = dict(environ) | {
-            "WORLD_SIZE": str(self.nodes * nproc),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
-            RUN_NAME: "-".join(run),
-            STORE_FD: "",
-        }
-        return [
-            shared | {"RANK": str(self.node * nproc + local), "LOCAL_RANK": str(local)}
-            for local in range(nproc)
-        ]
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        run = [environ.get(name, "0") for name in names]
+        port = environ.get("MASTER_PORT") or str(step_port(*map(int, run)))
+        first, world, name = self.node * nproc, self.nodes * nproc, "-".join(run)
+        return rank_environs(
+            environ, nproc, world, address=address, port=port, run=name, first=first
+        )
 
 
 def find_node_slot(nproc: int | None, environ: Mapping[str, str] = os.environ) -> NodeSlot:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,15 +19,13 @@ from forge_resilience import procfs
 from forge_resilience._shared.locks import locked
 from forge_resilience._shared.paths import files_named, open_regular, user_path
 from forge_resilience.exit_codes import FINAL_CODES, ExitCode, History, NoRestart, may_restart
-from forge_resilience.heartbeat import FOLDER, read_heartbeats
+from forge_resilience.heartbeat import FOLDER, HeartbeatRecord, read_heartbeats
 from forge_resilience.journal import Journal, read_events
-from forge_resilience.local_workers import ExitStatus, run_workers
+from forge_resilience.local_workers import ExitStatus, rank_of, run_workers
 from forge_resilience.stop import StopSignal
 from forge_resilience.supervise.hang import Hang, describe_hang
 from forge_resilience.supervise.node_slot import NodeSlot, find_node_slot
 from forge_resilience.supervise.watch import Late, Watch, WatchConfig
-
-__all__ = ["FINAL_CODES", "Result", "supervise"]
 
 _LOOK_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 4.0
@@ -231,7 +229,7 @@ class _Supervised:
     def _run_attempt(self) -> ExitStatus:
         """Start the ranks and wait for their end."""
         self.hang, self.watch = None, Watch(self.config, self.expects_heartbeats)
-        self.steps: dict[int, int] = {}
+        self.step = -1
         self.began = time.monotonic()
         off = self.config.action == "off"
         with self.slot.environs(self.environ | {LIFE: str(self.restarts)}) as (environs, store):
@@ -248,10 +246,8 @@ class _Supervised:
 
     def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
         """Remove heartbeats of an earlier attempt or run; in a shared folder only those of the ranks that start here."""
-        names = [f"rank-{_rank_of(environ):05d}" for environ in environs]
-        if self.slot.has_all_ranks:
-            names = ["rank-?????"]
-        for name in names:
+        names = [f"rank-{rank_of(environ):05d}" for environ in environs]
+        for name in ["rank-?????"] if self.slot.has_all_ranks else names:
             for path in [*self.folder.glob(name), *self.folder.glob(f"{name}.stacks")]:
                 path.unlink(missing_ok=True)
 
@@ -265,16 +261,14 @@ class _Supervised:
             if not self.failed_to_look:
                 _print_line(f"ranks cannot be watched at the moment: {error}")
             self.failed_to_look = True
-            return ""
+        return ""
 
     def _judge(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
         """`_look` without the handling of OSError."""
         heartbeats = read_heartbeats(self.folder)
         procfs.collect_adopted(self.others | set(running.values()))
         mine = [b for b in heartbeats if not b.process_start or procfs.is_below(b.pid, os.getpid())]
-        for heartbeat in mine:
-            if heartbeat.step is not None and heartbeat.phase != "start":
-                self.steps[heartbeat.rank] = max(heartbeat.step, self.steps.get(heartbeat.rank, -1))
+        self._note_steps(mine)
         known = {heartbeat.rank: heartbeat.pid for heartbeat in mine}
         ranks = {rank: known.get(rank, pid) for rank, pid in running.items()}
         if known and self.slot.nproc is None and self.slot.has_all_ranks:
@@ -293,15 +287,9 @@ class _Supervised:
             _print_line(f"stacks of all ranks are in {path}")
 
         restarts = self.config.action == "restart"
-        self._record(
-            "hang" if restarts else "stall",
-            cause=hang.cause,
-            rank=hang.rank,
-            phase=hang.phase,
-            step=hang.step,
-            seconds=round(hang.seconds, 3),
-            seconds_lost=self._seconds_lost(),
-        )
+        where = {"rank": hang.rank, "phase": hang.phase, "step": hang.step}
+        lost = {"seconds": round(hang.seconds, 3), "seconds_lost": self._seconds_lost()}
+        self._record("hang" if restarts else "stall", cause=hang.cause, **where, **lost)
         if not restarts:
             return ""
 
@@ -315,13 +303,15 @@ class _Supervised:
 
     # ---- between attempts
 
+    def _note_steps(self, heartbeats: Iterable[HeartbeatRecord]) -> None:
+        """Update the latest step of this attempt."""
+        steps = (b.step for b in heartbeats if b.step is not None and b.phase != "start")
+        self.step = max((self.step, *steps))
+
     def _count_progress(self) -> bool:
         """Update the best step and save; return whether this attempt made progress."""
-        step, save = max(self.steps.values(), default=-1), -1
-        for heartbeat in read_heartbeats(self.folder):
-            if heartbeat.step is not None and heartbeat.phase != "start":
-                step = max(step, heartbeat.step)
-        saves = [event.get("step") for event in self._events("save")]
+        self._note_steps(read_heartbeats(self.folder))
+        step, saves = self.step, [event.get("step") for event in self._events("save")]
         save = max((s for s in saves if isinstance(s, int)), default=-1)
         unknown = step < 0 and save < 0 and self.best_step < 0 and not self.expects_heartbeats
         progressed = unknown or step > self.best_step or save > self.best_save
@@ -376,23 +366,16 @@ class _Supervised:
     def _report_restart(self, outcome: ExitStatus) -> None:
         """Count the restart, print it and record it."""
         self.restarts += 1
-        cause, hang = self._cause(outcome), self.hang
-        if hang is None:
-            rank, phase, step = self._last_position(outcome.rank)
-        else:
-            rank, phase, step = hang.rank, hang.phase, hang.step
+        cause = self._cause(outcome)
         _print_line(f"restart {self.restarts} of {self.config.max_restarts}: {cause}")
 
+        last = (b for b in read_heartbeats(self.folder) if b.rank == outcome.rank)
+        at = self.hang or next(last, None)
+        where: dict[str, Any] = {"rank": outcome.rank, "phase": None, "step": None}
+        if at is not None:
+            where = {"rank": at.rank, "phase": at.phase, "step": at.step}
         lost = self._seconds_lost()
-        where = {"rank": rank, "phase": phase, "step": step}
         self._record("restart", cause=cause, **where, life=self.restarts, seconds_lost=lost)
-
-    def _last_position(self, rank: int | None) -> tuple[int | None, str | None, int | None]:
-        """(rank, phase, step) of a rank's last heartbeat."""
-        for heartbeat in read_heartbeats(self.folder):
-            if heartbeat.rank == rank:
-                return rank, heartbeat.phase, heartbeat.step
-        return rank, None, None
 
     # ---- what is written down
 
@@ -402,14 +385,12 @@ class _Supervised:
 
     def _write_message(self, text: str) -> Path | None:
         """Write the message next to the journal; None if that fails."""
-        if self.journal is None or not self.journal.path.parent.is_dir():
-            return None
-        path = self.journal.path.with_name(f"hang-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt")
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError:  # a full disk: the message is printed instead
-            return None
-        return path
+        if self.journal is not None and self.journal.path.parent.is_dir():
+            path = self.journal.path.with_name(f"hang-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt")
+            with contextlib.suppress(OSError):  # a full disk: the message is printed instead
+                path.write_text(text, encoding="utf-8")
+                return path
+        return None
 
     def _seconds_lost(self) -> float:
         """Seconds since the newest save of this attempt, or since its start."""
@@ -427,11 +408,6 @@ class _Supervised:
             if self.journal is not None:
                 found += (e for e in read_events(self.journal.path) if e.get("event") == name)
         return found
-
-
-def _rank_of(environ: Mapping[str, str]) -> int:
-    text = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
-    return int(text) if text.isdecimal() else 0
 
 
 def _print_line(text: str) -> None:
