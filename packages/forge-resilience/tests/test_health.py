@@ -258,7 +258,7 @@ def check_on(nodes: list[str], folders: list[str], clock: list[float]) -> tuple[
     os.environ["SLURMD_NODENAME"] = nodes[rank]
     real = time.time
     time.time = lambda: real() + clock[rank]  # type: ignore[assignment]
-    import forge_resilience.health.check as module
+    from forge_resilience.health import probes as module
 
     sees = module.sees_token
     module.sees_token = lambda folder, name: sees(folder, name, seconds=0.2)  # type: ignore[assignment]

@@ -280,7 +280,7 @@ def test_F164_what_a_dead_process_below_a_supervisor_started_ends(tmp_path, monk
     """A worker, and a command of the orchestrator, which might submit a job that nobody follows."""
     monkeypatch.setattr("shutil.which", lambda name, path: name)
     assert orphan_code(monkeypatch, lambda: run_local_workers(["true"], 1)) == 1
-    assert orphan_code(monkeypatch, lambda: Queue().submit(tmp_path, 1, "run", (), {})) == 1
+    assert orphan_code(monkeypatch, lambda: Queue().submit(tmp_path, 1, "run", ())) == 1
 
 
 @pytest.mark.slow

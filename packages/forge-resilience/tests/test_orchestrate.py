@@ -105,7 +105,7 @@ def test_no_answer_is_not_a_refusal(tmp_path: Path) -> None:
         queue.jobs("run")
     assert queue.seconds_to_start(tmp_path, 2) is None
     with pytest.raises(QueueRefusal, match="sbatch: no such partition"):
-        queue.submit(tmp_path, 2, "run", (), {})
+        queue.submit(tmp_path, 2, "run", ())
     queue.cancel(7)  # it has ended meanwhile
 
 

@@ -311,8 +311,13 @@ def test_a_newer_save_is_progress(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_of_another_launcher_is_not_started_again_alone(tmp_path, monkeypatch):
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"}.items():
+@pytest.mark.parametrize(
+    "environ",
+    [{"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},
+     {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}],
+)  # fmt: skip
+def test_a_rank_of_another_launcher_is_not_started_again_alone(tmp_path, monkeypatch, environ):
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
     body = "world = 1\ndef compute(number):\n    if number == 5: time.sleep(600)"
     ran = run(tmp_path, body, *SOON, nproc=None)
@@ -559,6 +564,15 @@ def test_refusals(args, said):
     assert "Traceback" not in done.stderr
 
 
+def test_an_error_that_may_pass_is_not_the_end_of_a_job():
+    code = (
+        "import errno, sys\nfrom forge_resilience.supervise import __main__ as own\n"
+        "def fails(*_, **__): raise OSError(errno.EAGAIN, 'no process')\n"
+        "own.supervise = fails\nsys.exit(own.main(['--', 'true']))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 1
+
+
 def test_no_torch_is_imported():
     code = "import sys, forge_resilience.supervise.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -573,11 +587,16 @@ def test_a_config_makes_the_command_that_reads_it() -> None:
     assert (read.journal, read.expect_heartbeats) == ("/r/events.jsonl", True)
 
 
-def test_the_result_has_code_attempts_and_reason(tmp_path):
+def test_the_result_has_code_attempts_and_reason(tmp_path, capfd):
     config = WatchConfig("restart", max_restarts=1)
     result = supervise([sys.executable, "-c", "raise SystemExit(3)"], 1, config=config)
     assert (result.code, result.attempts) == (3, 2)
     assert "rank 0" in result.reason
+    assert "restarts" in capfd.readouterr().err
+    left = supervise(["sh", "-c", "exit 3"], 1, config=WatchConfig("report"))
+    assert (left.code, left.attempts) == (3, 1)
+    assert "'report'" in capfd.readouterr().err, "why it is not started again"
+    assert "'report'" in left.reason
     stopped = supervise(["sh", "-c", "kill -USR1 $PPID; exec sleep 60"], 1)
     assert (stopped.code, stopped.attempts) == (75, 1)
     assert stopped.reason

@@ -155,16 +155,18 @@ def test_one_supervisor_a_node_starts_the_ranks_of_that_node():
         assert {tuple(rank[name] for name in same) for rank in ranks} == {
             ("8", "4", "n4", "20122", "17-3-0")
         }
-    assert not place.whole  # the other node's ranks cannot be started again from here
+    assert not place.has_all_ranks  # the other node's ranks cannot be started again from here
 
 
 @pytest.mark.parametrize(
-    ("nproc", "environ", "whole"),
+    ("nproc", "environ", "has_all_ranks"),
     [(None, {}, True), (4, {}, True), (None, {"RANK": "1", "WORLD_SIZE": "4"}, False), (None, STEP, False),
      (None, {"RANK": "0", "WORLD_SIZE": "1"}, True), (2, STEP | {"SLURM_STEP_NUM_TASKS": "1"}, True)],
 )  # fmt: skip
-def test_ranks_are_started_again_in_place_only_if_all_of_them_are_here(nproc, environ, whole):
-    assert find_node_slot(nproc, environ).whole is whole
+def test_ranks_are_started_again_in_place_only_if_all_of_them_are_here(
+    nproc, environ, has_all_ranks
+):
+    assert find_node_slot(nproc, environ).has_all_ranks is has_all_ranks
 
 
 def test_places_that_are_refused():

@@ -34,32 +34,10 @@ if TYPE_CHECKING:
     from forge_resilience.supervise.watch import WatchConfig
 
 __all__ = [
-    "Agreement",
-    "Decision",
-    "ExitCode",
-    "Heartbeat",
-    "Journal",
-    "NumericsPolicy",
-    "PendingDecision",
-    "ReplicaCheck",
-    "Result",
-    "StopSignal",
-    "Vote",
-    "WatchConfig",
-    "alerts",
-    "chaos",
-    "goodput",
-    "health",
-    "heartbeat",
-    "nonfinite",
-    "policy",
-    "read_events",
-    "replicas",
-    "run_local_workers",
-    "sinks",
-    "slurm",
-    "supervise",
-]
+    "Agreement", "Decision", "ExitCode", "Heartbeat", "Journal", "NumericsPolicy", "PendingDecision", "ReplicaCheck",
+    "Result", "StopSignal", "Vote", "WatchConfig", "alerts", "chaos", "goodput", "health", "heartbeat", "nonfinite",
+    "policy", "read_events", "replicas", "run_local_workers", "sinks", "slurm", "supervise",
+]  # fmt: skip
 #: Name -> the module below this one that has it.
 _LATE = {
     "Heartbeat": "heartbeat",

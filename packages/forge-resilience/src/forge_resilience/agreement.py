@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import operator
@@ -222,14 +223,11 @@ def _digest_bits(digest: int | str) -> int:
 
 
 def _finite(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        rule = "must be a finite number of 64 bits"
-        raise invalid(name, "finite", value, rule, "use a smaller float")
-    return number
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if math.isfinite(number := float(value)):
+            return number
+    rule = "must be a finite number of 64 bits"
+    raise invalid(name, "finite", value, rule, "use a smaller float")
 
 
 def _int64(name: str, value: Any) -> int:

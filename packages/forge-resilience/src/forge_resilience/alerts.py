@@ -18,6 +18,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ _DRAIN_SECONDS = 30.0  # for what is left to send when the run has ended
 _BACKOFF_SECONDS = 1.0  # doubled after each failed attempt
 _MOST_OF_A_KIND = 10  # until the next restart; a run that spikes in each step would send thousands
 _FAILED = "alert_failed"
+_WEBHOOK = re.compile(r"https?://[^/\s]+\S*|\$\w+")
 _WORDS = ("step", "rank", "cause", "signal", "tensor", "error")
 
 
@@ -64,9 +66,7 @@ class AlertsConfig(Checked):
         if self.command is not None and not _words_of(self.command):
             rule = "must be a program with its arguments, quoted as in a shell"
             yield Problem("command", "words", ..., rule, "use 'notify.sh --to me'")
-        if self.webhook is not None and not re.fullmatch(
-            r"https?://[^/\s]+\S*|\$\w+", self.webhook
-        ):
+        if self.webhook is not None and not _WEBHOOK.fullmatch(self.webhook):
             rule = "must be an http(s) URL or '$NAME' of a variable"
             yield Problem("webhook", "format", ..., rule, "use '$SLACK_URL'")
         if not self.events or not all(re.fullmatch(r"\w+", name) for name in self.events):
@@ -81,10 +81,9 @@ class AlertsConfig(Checked):
 
 def _words_of(command: str) -> list[str]:
     """Split a command into words; [] if its quotes do not match."""
-    try:
+    with contextlib.suppress(ValueError):
         return shlex.split(command)
-    except ValueError:
-        return []
+    return []
 
 
 class Alerts:
@@ -102,11 +101,7 @@ class Alerts:
     """
 
     def __init__(
-        self,
-        journal: str | os.PathLike[str],
-        config: AlertsConfig,
-        *,
-        close_seconds: float = 10.0,
+        self, journal: str | os.PathLike[str], config: AlertsConfig, *, close_seconds: float = 10.0
     ) -> None:
         self._journal, self._config = Path(journal), config
         self._close_seconds = close_seconds
@@ -121,13 +116,7 @@ class Alerts:
         order["config"] = asdict(self._config)
 
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "forge_resilience.alerts"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is for the run; this process reports it
-            )
+            self._process = _start([sys.executable, "-m", "forge_resilience.alerts"])
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
@@ -176,9 +165,8 @@ class _Follower:
     def _send_new(self) -> None:
         """Send alerts for the events after `offset`, and store the new offset."""
         new: list[tuple[Any, int]] = []
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # it cannot be read now, or is no regular file
+        # it cannot be read now, or is no regular file
+        with contextlib.suppress(OSError, ValueError):
             new += read_log_from(self.journal, self.offset)
         for event, end in new:
             name = str(event.get("event")) if isinstance(event, dict) else ""
@@ -195,14 +183,11 @@ class _Follower:
         text = sentence(self.journal.parent, event)
         if is_last:
             text += f" (more events of this kind are in {self.journal.name} only)"
-        ways: list[tuple[str, Callable[[], str]]] = []
-        command, webhook = self.config.command, self.config.webhook
-        if command is not None:
-            ways.append(("command", lambda: self._run_command(command, text, event)))
-        if webhook is not None:
-            ways.append(("webhook", lambda: self._post(webhook, text, event)))
-        for way, attempt in ways:
-            problem, attempts = self._try(attempt)
+        ways = {"command": self._run_command, "webhook": self._post}
+        for way, send in ways.items():
+            if (to := getattr(self.config, way)) is None:
+                continue
+            problem, attempts = self._try(partial(send, to, text, event))
             if problem:
                 fields = {"of": event.get("event"), "way": way, "attempts": attempts}
                 Journal(self.journal).record(_FAILED, **fields, cause=problem)
@@ -230,13 +215,7 @@ class _Follower:
 
     def _run_command(self, command: str, text: str, event: dict[str, Any]) -> str:
         """Run the user's command; the problem, or ""."""
-        process = subprocess.Popen(
-            [*shlex.split(command), text],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        process = _start([*shlex.split(command), text])
         try:
             process.communicate(json.dumps(event).encode(), timeout=self._seconds_left())
         except subprocess.TimeoutExpired:
@@ -253,10 +232,9 @@ class _Follower:
         body = json.dumps({"text": text, "event": event}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "forge-resilience"}
         request = urllib.request.Request(url, body, headers)
+        opener = urllib.request.build_opener(_NoRedirect)
         try:
-            with urllib.request.build_opener(_NoRedirect).open(
-                request, timeout=self._seconds_left()
-            ):
+            with opener.open(request, timeout=self._seconds_left()):
                 return ""
         except urllib.error.HTTPError as error:
             return f"answered {error.code}"
@@ -269,6 +247,14 @@ def follow(
 ) -> contextlib.AbstractContextManager[object]:
     """Follow a journal while open: on rank 0, unless the process that started the ranks does."""
     return contextlib.nullcontext() if rank or FOLLOWED in os.environ else Alerts(journal, config)
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start a silent process that reads stdin; a Ctrl-C is for the run, and this process reports it."""
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
+    )
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

@@ -19,26 +19,10 @@ if TYPE_CHECKING:  # it imports torch
     from forge_resilience.agreement import Agreement
 
 __all__ = [
-    "ConfigError",
-    "DataError",
-    "HardwareError",
-    "JobError",
-    "NumericsError",
-    "Report",
-    "StateError",
-    "as_config_error",
-    "config_errors",
-    "data_errors",
-    "job_errors",
-    "of_limit",
-    "problems_at",
-    "problems_under",
-    "raise_reported",
-    "received",
-    "refuse",
-    "report_of",
-    "run_on_all_ranks",
-]
+    "ConfigError", "DataError", "HardwareError", "JobError", "NumericsError", "Report", "StateError",
+    "as_config_error", "config_errors", "data_errors", "job_errors", "of_limit", "problems_at", "problems_under",
+    "raise_reported", "received", "refuse", "report_of", "run_on_all_ranks",
+]  # fmt: skip
 
 T = TypeVar("T")
 Report = list[Any] | None
@@ -189,13 +173,11 @@ def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
 
 def report_of(error: JobError) -> list[Any]:
     """Convert an error to plain data for the other ranks; a value becomes the text that messages show."""
-    error = of_limit(error)
-    fields = [
-        [p.key, p.code, None if p.value is ... else show(p.value), p.rule, p.fix, p.origin]
-        for p in error.problems
-    ]
-    wheres = [getattr(problem, "where", error.where) for problem in error.problems]
-    return [int(error.exit_code), *([*f, where] for f, where in zip(fields, wheres, strict=True))]
+    error, report = of_limit(error), list[Any]()
+    for p in error.problems:
+        value, where = None if p.value is ... else show(p.value), getattr(p, "where", error.where)
+        report.append([p.key, p.code, value, p.rule, p.fix, p.origin, where])
+    return [int(error.exit_code), *report]
 
 
 def raise_reported(reports: Sequence[Report]) -> None:

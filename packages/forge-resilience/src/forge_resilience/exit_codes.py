@@ -1,4 +1,12 @@
-"""Exit codes of a training process, for its scheduler, and whether a job is started again."""
+"""Exit codes of a training process, for its scheduler, and whether a job is started again.
+
+Four limits count restarts. They nest, and each end is counted by one of them:
+
+    WatchConfig.max_restarts      the supervisor of one node: crashes and hangs since it was started
+    SlurmConfig.retries           the batch script, since Slurm started it: crashes, of ranks on any number of nodes
+    SlurmConfig.max_restarts      the batch script, over all of its starts: attempts after the first, retries too
+    orchestrate(max_restarts=)    the orchestrator: submissions after a stop or a lost job, in place of the limit before
+"""
 
 from __future__ import annotations
 
@@ -11,8 +19,10 @@ __all__ = ["FINAL_CODES", "ExitCode", "History", "NoRestart", "may_restart"]
 class ExitCode(IntEnum):
     """Exit codes of a job; 64 and above follow BSD's sysexits where one fits.
 
-    A batch script starts the same command again for REQUEUE, and for HARDWARE without the node that failed;
-    for no other code.
+    A batch script starts the same command again for REQUEUE, and for HARDWARE if `JobFacts.broken_nodes` names the
+    nodes to leave out. Other members but ERROR end the job. After ERROR, any code that is no member, and a death by
+    a signal the script goes on if a node was lost, if a stop came first and ranks died of a signal, or, on the same
+    nodes, within `SlurmConfig.retries`.
     """
 
     DONE = 0
@@ -35,7 +45,7 @@ class ExitCode(IntEnum):
     """Configuration or command line is wrong; nothing was started (EX_CONFIG)."""
 
 
-#: Codes that another attempt does not change, or after which a scheduler starts the job again.
+#: Codes after which a supervisor starts no ranks again: another attempt would end alike, or is the scheduler's.
 FINAL_CODES = frozenset(ExitCode) - {ExitCode.ERROR}
 _MOST_WITHOUT_PROGRESS = 2
 
@@ -43,7 +53,7 @@ _MOST_WITHOUT_PROGRESS = 2
 class NoRestart(Enum):
     """Why a job is not started again."""
 
-    FINAL = "starting again does not change this end"
+    EXCLUDED = "another attempt cannot begin here, or would end alike"
     NO_PROGRESS = "two attempts in a row made no progress"
     RESTARTS = "the restarts are used up"
 
@@ -52,8 +62,8 @@ class NoRestart(Enum):
 class History:
     """The attempts of a job so far, as the process that starts them counts them.
 
-    may_help: whether another attempt may end differently. without_progress: attempts in a row without progress; 0 where
-    another process counts them.
+    may_help: whether another attempt can begin here and may end differently; False after a stop on request.
+    without_progress: attempts in a row without progress; 0 where another process counts them.
     """
 
     may_help: bool
@@ -65,11 +75,12 @@ class History:
 def may_restart(history: History) -> NoRestart | None:
     """Return None if the job may be started again, else the reason why not; the first reason counts.
 
-    The supervisor and the orchestrator ask this function, each with its own counter. The batch script has the same
-    order of reasons in bash. docs/restarts.md says which of the four counters applies to which end.
+    The supervisor and the orchestrator ask this function, each with its own counter. The batch script asks in bash: when
+    an attempt has ended, whether the job was cancelled and then in this order; at its own start, restarts before
+    progress. docs/restarts.md of the repository says which counter applies to which end.
     """
     if not history.may_help:
-        return NoRestart.FINAL
+        return NoRestart.EXCLUDED
     if history.without_progress >= _MOST_WITHOUT_PROGRESS:
         return NoRestart.NO_PROGRESS
     if history.restarts >= history.max_restarts:

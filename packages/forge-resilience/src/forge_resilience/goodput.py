@@ -22,18 +22,9 @@ from forge_resilience.procfs import process_start
 from forge_resilience.sinks import last_row
 
 __all__ = [
-    "CAUSES",
-    "Goodput",
-    "GoodputTable",
-    "Interval",
-    "daly_interval",
-    "ettr",
-    "goodput",
-    "life_fields",
-    "mean_time_bounds",
-    "process_start_time",
-    "read_goodput_table",
-]
+    "CAUSES", "Goodput", "GoodputTable", "Interval", "daly_interval", "ettr", "goodput", "life_fields",
+    "mean_time_bounds", "process_start_time", "read_goodput_table",
+]  # fmt: skip
 
 #: What a second of a run is counted as.
 CAUSES = {
@@ -90,10 +81,8 @@ class GoodputTable:
 
     def gpu_hours(self) -> dict[str, float]:
         """Cause -> seconds x ranks / 3600 (one device a rank)."""
-        return {
-            cause: sum((s.end - s.begin) * s.ranks for s in self._of(cause)) / 3.6e6
-            for cause in CAUSES
-        }
+        work = {c: sum((s.end - s.begin) * s.ranks for s in self._of(c)) for c in CAUSES}
+        return {cause: milliseconds / 3.6e6 for cause, milliseconds in work.items()}
 
     def _of(self, cause: str) -> list[Interval]:
         return [span for span in self.spans if span.cause == cause]
@@ -246,14 +235,8 @@ class _Reader:
         """Return the table after the last event."""
         if self.at is not None and not self.gap:
             self.add("steps", max(self.sign, round(1000 * (last_sign or 0))))
-        return GoodputTable(
-            tuple(self.spans),
-            self.lives,
-            self.losses,
-            self.stops,
-            tuple(self.saves),
-            max(0, self.step - self.first),
-        )
+        spans, saves, steps = tuple(self.spans), tuple(self.saves), max(0, self.step - self.first)
+        return GoodputTable(spans, self.lives, self.losses, self.stops, saves, steps)
 
 
 @dataclass(frozen=True)
@@ -328,29 +311,22 @@ class Goodput:
 def goodput(table: GoodputTable) -> Goodput:
     """Compute the figures of a goodput table. Usage: `goodput(read_goodput_table(read_events(path))).lines()`."""
     seconds = {cause: ms / 1000 for cause, ms in table.milliseconds().items()}
-    wall = table.wall_ms / 1000
+    wall, steps, losses, saves = table.wall_ms / 1000, table.steps_done, table.losses, table.saves
     up = wall - sum(seconds[cause] for cause in _OFF)
 
-    low, high = mean_time_bounds(up, table.losses)
-    mean = up / table.losses if table.losses else None
-    overhead = seconds["start"] + seconds["load"]
-    per_start = overhead / table.lives if table.lives else 0.0
-    per_loss = (seconds["hung"] + seconds["down"]) / table.losses if table.losses else 0.0
-    restart = per_start + per_loss
+    low, high = mean_time_bounds(up, losses)
+    restart = (seconds["start"] + seconds["load"]) / max(1, table.lives)
+    restart += (seconds["hung"] + seconds["down"]) / losses if losses else 0.0
 
-    delta = sum(table.saves) / len(table.saves) if table.saves else None
-    worked = seconds["steps"] + seconds["recompute"]
-
-    interval = worked / len(table.saves) if table.saves else None
-
+    delta = sum(saves) / len(saves) if saves else None
+    interval = (seconds["steps"] + seconds["recompute"]) / len(saves) if saves else None
+    mean = up / losses if losses else None
     rate, best = mean or low, None
+    now = ideal = None
     if delta is not None and rate > 0:
         best = daly_interval(delta, rate)
-
-    predicted = [
-        ettr(tau, delta, restart, rate) if tau and delta is not None and rate > 0 else None
-        for tau in (interval, best)
-    ]
+        now = ettr(interval, delta, restart, rate) if interval else None
+        ideal = ettr(best, delta, restart, rate) if best else None
 
     busy = wall - seconds["idle"]
     return Goodput(
@@ -358,18 +334,18 @@ def goodput(table: GoodputTable) -> Goodput:
         seconds=seconds,
         gpu_hours=table.gpu_hours(),
         lives=table.lives,
-        losses=table.losses,
+        losses=losses,
         stops=table.stops,
-        steps=table.steps_done,
+        steps=steps,
         ettr=seconds["steps"] / busy if busy else 0.0,
         mean_time=mean,
         mean_time_bounds=(low, high),
         save_seconds=delta,
         restart_seconds=restart,
-        step_seconds=seconds["steps"] / table.steps_done if table.steps_done else None,
+        step_seconds=seconds["steps"] / steps if steps else None,
         save_interval=interval,
         best_interval=best,
-        predicted_ettr=(predicted[0], predicted[1]),
+        predicted_ettr=(now, ideal),
     )
 
 
@@ -409,25 +385,25 @@ def mean_time_bounds(
     Exact for losses at a constant rate: the Poisson means under which so few, or so many, have half of
     1 - confidence. Without a loss the lower bound has all of it: up_seconds / 3.0, the rule of three.
     """
-    tail = (1 - confidence) / (2 if losses else 1)
-    most = _solve(lambda mean: _poisson(losses, mean), tail, losses)
+    tail, high = (1 - confidence) / (2 if losses else 1), 4.0 * losses + 20.0
+    most = solve_falling(lambda mean: _poisson(losses, mean), tail, high)
     if not losses:
         return up_seconds / most, None
-    least = _solve(lambda mean: _poisson(losses - 1, mean), 1 - tail, losses)
+    least = solve_falling(lambda mean: _poisson(losses - 1, mean), 1 - tail, high)
     return up_seconds / most, up_seconds / least
 
 
 def _poisson(most: int, mean: float) -> float:
     """P(N <= most)."""
-    return sum(
-        math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) if mean else float(n == 0)
-        for n in range(most + 1)
-    )
+    if not mean:
+        return 1.0
+    logs = (n * math.log(mean) - mean - math.lgamma(n + 1) for n in range(most + 1))
+    return sum(map(math.exp, logs))
 
 
-def _solve(falling: Callable[[float], float], value: float, guess: int) -> float:
-    """Solve falling(x) = value by bisection."""
-    low, high = 0.0, 4.0 * guess + 20.0
+def solve_falling(falling: Callable[[float], float], value: float, high: float) -> float:
+    """Solve falling(x) = value between 0 and `high` by bisection."""
+    low = 0.0
     for _ in range(80):
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > value else (low, middle)
@@ -459,21 +435,14 @@ def process_start_time() -> float:
     return time.time() - max(0.0, up - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-_TYPES = {
-    "event": str,
-    "cause": str,
-    "step": int,
-    "to_step": int,
-    "world_size": int,
-    "reached": Mapping,
-}
-_TIMES = ("time", "began")
+_TYPES: dict[str, Any] = {"event": str, "cause": str, "reached": Mapping}
+_TYPES |= dict.fromkeys(("step", "to_step", "world_size"), int)
 
 
 def _typed(event: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an event, times in milliseconds. Fields of another type, of an edited or damaged line, are left out."""
     found = {k: v for k, v in event.items() if isinstance(v, _TYPES.get(k, object))}
-    for name in _TIMES:
+    for name in ("time", "began"):
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             found[name] = _ms(found.pop(name))
     return found
@@ -481,12 +450,10 @@ def _typed(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ms(value: Any) -> int:
     """Milliseconds since 1970 of ISO 8601 or seconds."""
-    if isinstance(value, int | float):
-        return round(1000 * value)
-    found = datetime.fromisoformat(value)
-    if found.tzinfo is None:
-        found = found.replace(tzinfo=UTC)
-    return round(1000 * found.timestamp())
+    if not isinstance(value, int | float):
+        found = datetime.fromisoformat(value)
+        value = (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    return round(1000 * value)
 
 
 def _seconds(value: Any) -> float:

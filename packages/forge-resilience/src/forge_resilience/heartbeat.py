@@ -132,10 +132,7 @@ def read_heartbeats(folder: str | os.PathLike[str]) -> list[HeartbeatRecord]:
     """
     paths = files_named(user_path(folder), "rank-")
     heartbeats = (_read_record(path) for path in paths if len(path.name) == len("rank-00000"))
-    return sorted(
-        (heartbeat for heartbeat in heartbeats if heartbeat is not None),
-        key=lambda heartbeat: heartbeat.rank,
-    )
+    return sorted(filter(None, heartbeats), key=lambda heartbeat: heartbeat.rank)
 
 
 def _read_record(path: Path) -> HeartbeatRecord | None:
@@ -151,21 +148,11 @@ def _read_record(path: Path) -> HeartbeatRecord | None:
         main, background = _newest(data, _MAIN), _newest(data, _BACKGROUND)
         if main is not None and background is not None:
             _, pid, rank, start = _HEAD.unpack_from(data)
-
-            now = monotonic()
-            return HeartbeatRecord(
-                rank=rank,
-                pid=pid,
-                process_start=start,
-                phase=main[4],
-                step=None if main[2] == _NO_STEP else main[2],
-                seconds=max(0.0, now - main[1]),
-                entries=main[0],
-                steps=main[3],
-                background=background[4],
-                background_seconds=max(0.0, now - background[1]),
-                background_entries=background[0],
-            )
+            entries, at, step, steps, phase = main
+            others, began, _, _, name = background
+            seconds, others_seconds = (max(0.0, monotonic() - then) for then in (at, began))
+            of_main = (phase, None if step == _NO_STEP else step, seconds, entries, steps)
+            return HeartbeatRecord(rank, pid, start, *of_main, name, others_seconds, others)
     return None
 
 
@@ -186,9 +173,8 @@ def _create_shared_file(path: Path, content: bytes | bytearray | mmap.mmap) -> m
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     with new.open("w+b") as file:
-        file.write(
-            bytes(content)
-        )  # takes the memory now: a full disk is an OSError, not a SIGBUS later
+        # takes the memory now: a full disk is an OSError, not a SIGBUS later
+        file.write(bytes(content))
         file.flush()
         memory = mmap.mmap(file.fileno(), _SIZE)
     new.rename(path)
@@ -199,9 +185,8 @@ def _create_shared_file(path: Path, content: bytes | bytearray | mmap.mmap) -> m
 def _encode(name: str) -> bytes:
     text = name.encode()
     if len(text) > 32:
-        raise invalid(
-            "phase", "length", name, f"has {len(text)} bytes, the limit is 32", "shorten it"
-        )
+        rule = f"has {len(text)} bytes, the limit is 32"
+        raise invalid("phase", "length", name, rule, "shorten it")
     return text
 
 
@@ -222,16 +207,14 @@ def _heartbeat_of_process(folder: str | None, rank: int, pid: int) -> Heartbeat:
     return heartbeat
 
 
-def _dump_stacks_on_signal(path: Path) -> None:
+@functools.cache  # the file stays open: faulthandler writes to its descriptor
+def _dump_stacks_on_signal(path: Path) -> IO[bytes] | None:
     """Let SIGUSR2 write the stacks of all threads, unless the program handles it."""
-    if hasattr(faulthandler, "register") and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-        faulthandler.register(signal.SIGUSR2, file=_keep_open(path), all_threads=True)
-
-
-@functools.cache
-def _keep_open(path: Path) -> IO[bytes]:
-    """A file that stays open: faulthandler writes to its descriptor."""
-    return path.open("wb")
+    if not hasattr(faulthandler, "register") or signal.getsignal(signal.SIGUSR2) != signal.SIG_DFL:
+        return None
+    file = path.open("wb")
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+    return file
 
 
 _open_heartbeats: weakref.WeakSet[Heartbeat] = weakref.WeakSet()

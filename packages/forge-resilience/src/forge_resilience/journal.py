@@ -50,13 +50,11 @@ class Journal:
 
     def _warn_once(self, error: Exception) -> None:
         """Print the first error on stderr."""
-        if self._warned:
-            return
-        self._warned = True
         # Not descriptor 2 itself: without a stderr it may be the number of a data file.
         with contextlib.suppress(OSError, ValueError):
-            if sys.stderr is not None:
+            if sys.stderr is not None and not self._warned:
                 print(f"{self.path}: events are not recorded: {error}", file=sys.stderr, flush=True)
+        self._warned = True
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

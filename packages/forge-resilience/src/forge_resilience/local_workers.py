@@ -14,21 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
 
 from forge_resilience._renamed import renamed
 from forge_resilience._shared.launch import LOOPBACK, RUN_NAME, STORE_FD
 from forge_resilience._shared.parents import with_parent
 from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import ExitCode
+from forge_resilience.stop import STOP_SIGNALS, install_handlers, restore_handlers
 
 __all__ = ["RUN_NAME", "STORE_FD", "ExitStatus", "local_ranks", "run_local_workers", "run_workers"]
 
 Environ = Mapping[str, str]
 Look = Callable[[Mapping[int, int], Mapping[int, int]], str]
 """Called with the pids of the ranks that run and the exit codes of those that ended; a text ends them all."""
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _GROUP_SECONDS = 0.5  # by which a signal to a process group may reach a rank before this process
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
 
@@ -95,27 +93,24 @@ def run_workers(
     With `parent`, the pid of the process that guards this one, they are stopped when that is gone.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            "run_local_workers must run on the main thread, the only one that gets signals; call it there"
-        )
+        rule = "must run on the main thread, the only one that gets signals; call it there"
+        raise RuntimeError(f"run_local_workers {rule}")
     if not 0 <= grace_seconds <= 10**6:  # not nan either, after which no SIGKILL would come
         rule = "must be from 0 to 10**6 seconds"
         raise invalid("grace_seconds", "range", grace_seconds, rule, "use 10")
 
     events: Events = queue.SimpleQueue()
-
-    with _forwarding(events):
+    # SimpleQueue.put may be called from a handler; a signal that comes before the workers do waits for them
+    before = install_handlers(lambda number, _: events.put((None, number)))
+    try:
         workers = _start_workers(list(command), environs, store)
+        for number, worker in enumerate(workers):
+            arguments = (number, worker, events)
+            threading.Thread(target=_wait_for_worker, args=arguments, daemon=True).start()
 
-        for rank, worker in enumerate(workers):
-            threading.Thread(
-                target=_wait_for_worker, args=(rank, worker, events), daemon=True
-            ).start()
-
-        ranks = [_rank_of(environ, number) for number, environ in enumerate(environs)]
         job = _Job(
             workers=workers,
-            ranks=ranks,
+            ranks=[rank_of(environ, number) for number, environ in enumerate(environs)],
             events=events,
             grace_seconds=grace_seconds,
             look=look,
@@ -123,6 +118,8 @@ def run_workers(
             parent=parent,
         )
         job.run()
+    finally:
+        restore_handlers(before)
     return job.outcome()  # now that no signal can come unseen
 
 
@@ -151,37 +148,32 @@ class _Job:
     def run(self) -> None:
         """Follow the events until every worker has ended, or cannot be ended."""
         while self.left:
-            try:
+            with contextlib.suppress(queue.Empty):
                 number, value = self.events.get(timeout=self._seconds_to_next_action())
-            except queue.Empty:
-                if self.next_at is not None and time.monotonic() >= self.next_at:
-                    if self.killed:
-                        self._print_line_for(self.left, "cannot be killed and is left behind")
-                        break
-                    within = f"within {self.grace_seconds:g} s of {self.last_signal}"
-                    self._print_line_for(self.left, f"did not end {within}: killed")
-                    self._kill()
-                elif self.look is not None and self.failed is None and not self.killed:
-                    self._call_look(self.look)
+                if number is None:
+                    self._forward(value)
+                else:
+                    self._handle_end(number, value)
                 continue
 
-            if number is None:
-                self._forward(value)
-            else:
-                self._handle_end(number, value)
+            if self.next_at is not None and time.monotonic() >= self.next_at:
+                if self.killed:
+                    self._print_line_for(self.left, "cannot be killed and is left behind")
+                    break
+                within = f"within {self.grace_seconds:g} s of {self.last_signal}"
+                self._print_line_for(self.left, f"did not end {within}: killed")
+                self._kill()
+            elif self.look is not None and self.failed is None and not self.killed:
+                running = {self.ranks[n]: self.workers[n].pid for n in self.left}
+                self.hung = self.look(running, {self.ranks[n]: c for n, c in self.codes.items()})
+                if self.hung:
+                    self._kill()
 
     def _seconds_to_next_action(self) -> float | None:
         left = None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
         if self.look is None:
             return left
         return self.look_seconds if left is None else min(left, self.look_seconds)
-
-    def _call_look(self, look: Look) -> None:
-        """Call `look`, and kill the workers if it returns a cause."""
-        running = {self.ranks[number]: self.workers[number].pid for number in self.left}
-        self.hung = look(running, {self.ranks[n]: code for n, code in self.codes.items()})
-        if self.hung:
-            self._kill()
 
     def _forward(self, number: int) -> None:
         """Send a signal of the caller to the workers."""
@@ -199,7 +191,7 @@ class _Job:
         """Record the end of a worker; the first failure stops the others."""
         self.left.remove(rank)
         self.codes[rank] = code
-        if -code in _SIGNALS and self.failed is None and not self.killed:
+        if -code in STOP_SIGNALS and self.failed is None and not self.killed:
             self._await_signal(-code)
         if self._died_forwarded(code) and self.next_at is None:
             # It had no handler yet, so the ranks have not met: those that have one wait for it in vain.
@@ -267,9 +259,8 @@ class _Job:
                     self._print_line_for([number], f"{_describe_end(ended)}, which is the job's")
                 code, cause = ended, number
                 break
-        return ExitStatus(
-            code, _describe_end(self.codes[cause]), self.ranks[cause], requested, left
-        )
+        text = _describe_end(self.codes[cause])
+        return ExitStatus(code, text, self.ranks[cause], requested, left)
 
 
 def _describe_end(code: int) -> str:
@@ -280,32 +271,14 @@ def _describe_end(code: int) -> str:
     return f"died by {signal.Signals(-code).name}{hint}"
 
 
-def _rank_of(environ: Environ, number: int) -> int:
-    text = environ.get("RANK", "")
-    return int(text) if text.isdecimal() else number
+def rank_of(environ: Environ, default: int = 0) -> int:
+    """Return the rank of a process by its launcher's variables: RANK, else SLURM_PROCID, else `default`."""
+    text = environ.get("RANK") or environ.get("SLURM_PROCID") or ""
+    return int(text) if text.isdecimal() else default
 
 
 def _wait_for_worker(rank: int, worker: subprocess.Popen[bytes], events: Events) -> None:
     events.put((rank, worker.wait()))
-
-
-@contextlib.contextmanager
-def _forwarding(events: Events) -> Iterator[None]:
-    """Turn signals into events while open; one that comes before the workers do waits for them."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        events.put((None, number))  # SimpleQueue.put may be called from a handler
-
-    before: dict[signal.Signals, Any] = {}
-    try:
-        for number in _SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            before[number] = signal.signal(number, handle)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
@@ -320,10 +293,11 @@ def local_ranks(
     if nproc < 1:
         raise invalid("nproc", "range", nproc, "must be at least 1", "use the number of ranks here")
     with socket.create_server((LOOPBACK, 0)) as listening:
-        shared = _shared_environ(environ, nproc, listening.getsockname()[1])
-        environs = [
-            shared | {"RANK": str(r), "LOCAL_RANK": str(r), STORE_FD: ""} for r in range(nproc)
-        ]
+        # those of an outer torchrun are removed
+        own = {n: value for n, value in environ.items() if not n.startswith("TORCHELASTIC_")}
+        own.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
+        port, run = str(listening.getsockname()[1]), secrets.token_hex(8)
+        environs = rank_environs(own, nproc, nproc, address=LOOPBACK, port=port, run=run)
         if not hand_over_port:
             listening.close()
             for environ in environs:
@@ -341,19 +315,18 @@ def _start_workers(
     workers: list[subprocess.Popen[bytes]] = []
     try:
         for number, environ in enumerate(environs):
+            stdin = None if number == 0 else subprocess.DEVNULL
+            fds = (store.fileno(),) if store is not None and number == 0 else ()
+            die = with_parent(signal.SIGTERM)
             worker = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=None if number == 0 else subprocess.DEVNULL,
-                pass_fds=(store.fileno(),) if store is not None and number == 0 else (),
-                preexec_fn=with_parent(signal.SIGTERM),
+                command, env=environ, stdin=stdin, pass_fds=fds, preexec_fn=die
             )
             workers.append(worker)
-
     except BaseException:
         for worker in workers:
             worker.kill()
             worker.wait()
+
         raise
     finally:
         if store is not None:
@@ -361,19 +334,19 @@ def _start_workers(
     return workers
 
 
-def _shared_environ(environ: Environ, nproc: int, port: int) -> dict[str, str]:
-    """Variables of all workers. Those inherited from an outer torchrun are removed."""
-    variables = {
-        name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")
-    }
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
-    return variables | {
-        "WORLD_SIZE": str(nproc),
+def rank_environs(
+    environ: Environ, nproc: int, world: int, *, address: str, port: str, run: str, first: int = 0
+) -> list[dict[str, str]]:
+    """Return the environments of the ranks `first` to `first + nproc - 1` of `world`, which are those of one host."""
+    shared = dict(environ) | {
+        "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        RUN_NAME: secrets.token_hex(8),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        RUN_NAME: run,
+        STORE_FD: "",
     }
+    return [shared | {"RANK": str(first + n), "LOCAL_RANK": str(n)} for n in range(nproc)]
 
 
 def _cores() -> int:

@@ -12,13 +12,8 @@ from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.problems import Problem, invalid
 
 __all__ = [
-    "NonfiniteConfig",
-    "NumericsPolicy",
-    "RollbackConfig",
-    "SpikeConfig",
-    "StepVerdict",
-    "nonfinite",
-]
+    "NonfiniteConfig", "NumericsPolicy", "RollbackConfig", "SpikeConfig", "StepVerdict", "nonfinite",
+]  # fmt: skip
 
 _MAX_STEPS = 10**6
 _NONFINITE, _SPIKE, _UNLABELED = 1, 2, 3  # verdicts; 0 is a good step
@@ -100,10 +95,9 @@ class StepVerdict:
     def bad_steps(self) -> str:
         """The cause of the action and its steps, for a user."""
         what = "a spike" if self.cause == "spike" else "numbers that are not finite"
-        steps = (
-            f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        )
-        return f"{what} in {steps}"
+        if self.first == self.last:
+            return f"{what} in step {self.last}"
+        return f"{what} in steps {self.first} to {self.last}"
 
     def events(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Events of a journal, with their fields: `skip` and `spike`."""
@@ -160,9 +154,8 @@ class NumericsPolicy:
         self._window = None if self.spike.action == "off" else _Window(self.spike)
         self._verdicts: list[Any] = []
         self._in_a_row = 0  # steps that were not finite, up to the last one that was decided
-        self._bad_since = (
-            0  # first step of the bad ones up to there, of either kind; 0 after a good one
-        )
+        # first step of the bad ones up to there, of either kind; 0 after a good one
+        self._bad_since = 0
 
     @property
     def can_roll_back(self) -> bool:
@@ -220,24 +213,18 @@ class NumericsPolicy:
             elif answer.last == number - 1:  # the same run of bad steps
                 answer = replace(answer, last=number)
 
-        return replace(
-            answer,
-            skipped=tuple(skipped),
-            spikes=tuple(spikes),
-            unlabeled=tuple(unlabeled),
-            in_a_row=longest,
-        )
+        steps = {"skipped": skipped, "spikes": spikes, "unlabeled": unlabeled}
+        found: dict[str, Any] = {name: tuple(numbers) for name, numbers in steps.items()}
+        return replace(answer, **found, in_a_row=longest)
 
     def _answer(self, verdict: int, step: int) -> StepVerdict:
         """The action after a bad step, which the counters contain already."""
-        first = self._bad_since
+        answer = StepVerdict(first=self._bad_since, last=step)
         if verdict == _NONFINITE and self._in_a_row > self.nonfinite.limit:
             back = self.nonfinite.action == "rollback"
-            return StepVerdict(
-                action="rollback" if back else "stop", cause="nonfinite", first=first, last=step
-            )
+            return replace(answer, action="rollback" if back else "stop", cause="nonfinite")
         if verdict == _SPIKE and self.spike.action in ("stop", "rollback"):
-            return StepVerdict(action=self.spike.action, cause="spike", first=first, last=step)
+            return replace(answer, action=self.spike.action, cause="spike")
         return StepVerdict()
 
     def stop_rule(self, cause: str) -> str:
@@ -253,14 +240,9 @@ class NumericsPolicy:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the window, as JSON; equal on all ranks. One host sync with a spike rule."""
-        state: dict[str, Any] = {
-            "rollbacks": self.rollbacks,
-            "in_a_row": self._in_a_row,
-            "bad_since": self._bad_since,
-        }
-        if self._window is not None:
-            state["window"] = self._window.values()
-        return state
+        counts = (self.rollbacks, self._in_a_row, self._bad_since)
+        window = {} if self._window is None else {"window": self._window.values()}
+        return dict(zip(_COUNTERS, counts)) | window
 
     def forget_bad_steps(self) -> None:
         """Count steps in a row from the next one on."""
@@ -338,12 +320,8 @@ class _Window:
 
 
 def _is_two_lists(rows: Any) -> bool:
-    return (
-        isinstance(rows, list)
-        and len(rows) == 2
-        and all(isinstance(row, list) for row in rows)
-        and len(rows[0]) == len(rows[1])
-    )
+    is_list = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    return is_list and len(rows) == 2 and len(rows[0]) == len(rows[1])
 
 
 __getattr__ = renamed(__name__)

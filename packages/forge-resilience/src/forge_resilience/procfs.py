@@ -17,13 +17,8 @@ from collections.abc import Container
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENT_SECONDS = 0.3  # processes that notice the end of their parent need so long
 _KILL_SECONDS = 10.0
-_STATES = {
-    "T": "stopped by a signal (SIGSTOP, SIGTSTP)",
-    "t": "stopped by a debugger",
-    "D": "in uninterruptible sleep in the kernel",
-    "Z": "ended",
-    "X": "ended",
-}
+_STATES = {"T": "stopped by a signal (SIGSTOP, SIGTSTP)", "t": "stopped by a debugger"}
+_STATES |= {"D": "in uninterruptible sleep in the kernel", "Z": "ended", "X": "ended"}
 
 
 def pids() -> list[int]:
@@ -77,9 +72,8 @@ def descendants(pid: int, keep: Container[int] = ()) -> dict[int, str]:
     found: dict[int, str] = {}
     level = [pid]
     while level:
-        below = [
-            child for parent in level for child in children.get(parent, ()) if child[0] not in keep
-        ]
+        below = [child for parent in level for child in children.get(parent, ())]
+        below = [child for child in below if child[0] not in keep]
         found.update(below)
         level = [child for child, _ in below]
     return found
@@ -115,10 +109,7 @@ def collect_adopted(keep: Container[int]) -> None:
 
 def is_below(pid: int, ancestor: int) -> bool:
     """Whether `ancestor` is a parent of the process, at any depth."""
-    while pid > 1:
-        fields = stat(pid)
-        if not fields:
-            return False
+    while pid > 1 and (fields := stat(pid)):
         pid = int(fields[1])
         if pid == ancestor:
             return True
@@ -187,21 +178,25 @@ def signal_process(pid: int, start: int, number: int) -> bool:
     except (OSError, AttributeError):
         return False
     try:
-        if start and process_start(pid) != start:
-            return False
-        signal.pidfd_send_signal(handle, number)
-    except OSError:
+        with contextlib.suppress(OSError):
+            if not start or process_start(pid) == start:
+                signal.pidfd_send_signal(handle, number)
+                return True
         return False
     finally:
         os.close(handle)
-    return True
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal; do nothing if the process has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def abort(pid: int) -> None:
     """Send SIGABRT without a core file: a Python with faulthandler on (PYTHONFAULTHANDLER) writes its stacks to stderr."""
     if catches(pid, signal.SIGABRT):
         with contextlib.suppress(OSError, ValueError):
-            resource.prlimit(
-                pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1])
-            )
+            most = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
+            resource.prlimit(pid, resource.RLIMIT_CORE, (0, most))
         signal_process(pid, 0, signal.SIGABRT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -15,12 +16,8 @@ from typing import Any
 from forge_resilience._shared.atomic import write_file
 
 __all__ = [
-    "describe_environment",
-    "git_state",
-    "node_name",
-    "record_environment",
-    "recorded_hosts",
-]
+    "describe_environment", "git_state", "node_name", "record_environment", "recorded_hosts",
+]  # fmt: skip
 
 _ENVIRONMENT, _PATCH = "environment.json", "git.patch"
 
@@ -59,11 +56,10 @@ def record_environment(folder: Path, distributions: Sequence[str], hosts: Sequen
 
 def recorded_hosts(folder: Path) -> list[str] | None:
     """The machines of all ranks that `record_environment` wrote; None if it is missing or damaged."""
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         hosts = json.loads((folder / _ENVIRONMENT).read_text())["hosts"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return hosts if isinstance(hosts, list) else None
+        return hosts if isinstance(hosts, list) else None
+    return None
 
 
 def node_name() -> str:
@@ -84,15 +80,13 @@ def git_state() -> dict[str, Any]:
 
 
 def _version(distribution: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _git(*args: str) -> str | None:
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["git", *args], capture_output=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")
+        return done.stdout.decode(errors="replace")
+    return None

@@ -21,12 +21,8 @@ Row = Mapping[str, Any]
 Open = Callable[[], Any]
 
 # "save" is a checkpoint that a resume can use.
-_SAVE_EVENTS = {
-    "staged": "save_staged",
-    "written": "save_written",
-    "committed": "save",
-    "failed": "save_failed",
-}
+_SAVE_EVENTS = {name: f"save_{name}" for name in ("staged", "written", "failed")}
+_SAVE_EVENTS["committed"] = "save"
 #: Seconds that the end of a run waits for all sinks together: a service may need some to take the last rows.
 END_SECONDS = 10.0
 
@@ -176,21 +172,16 @@ class Recorder:
         fields: dict[str, Any] = {"step": event.step, "seconds": round(event.seconds, 4)}
         if event.kind == "committed" and event.seconds > limit:
             fields["limit"] = limit
-            self._warn_of_slow_save(event, limit)
+            rule = f"longer than resilience.save_limit_seconds {limit:g}"
+            text = f"the save of step {event.step} took {event.seconds:.3g} s, {rule}"
+            fix = "a batch job may be killed before its last save ends; raise it"
+            # the reader of stderr may be gone
+            with contextlib.suppress(OSError):
+                if self.journal is not None:
+                    print(f"forge-train: {text}: {fix}", file=sys.stderr)
         if event.error:
             fields |= {"error": event.error, "failures": event.failures}
         self.record(_SAVE_EVENTS[event.kind], **fields)
-
-    def _warn_of_slow_save(self, event: Any, limit: float) -> None:
-        """Print that a save took longer than `limit` seconds, so a batch job may be killed before its last save ends."""
-        text = (
-            f"forge-train: the save of step {event.step} took {event.seconds:.3g} s, longer than "
-            f"resilience.save_limit_seconds {limit:g}: a batch job may be killed before its last save ends; raise it"
-        )
-        # the reader of stderr may be gone
-        with contextlib.suppress(OSError):
-            if self.journal is not None:
-                print(text, file=sys.stderr)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Send a row of metrics to all sinks; waits for none."""

@@ -15,18 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "Mismatch",
-    "ReplicaCheck",
-    "ReplicasConfig",
-    "checksums",
-    "mismatch_fields",
-    "mismatch_lines",
-    "training_tensors",
-]
+    "Mismatch", "ReplicaCheck", "ReplicasConfig", "checksums", "mismatch_fields", "mismatch_lines", "training_tensors",
+]  # fmt: skip
 
-_CHUNK = (
-    2**21
-)  # words of 8 bytes that are hashed at once: 16 MiB, and about eight times as much on the way
+# words of 8 bytes that are hashed at once: 16 MiB, and about eight times as much on the way
+_CHUNK = 2**21
 # Constants of splitmix64 (Steele, Lea, Flood 2014) as signed integers, and its shifts with their masks.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
@@ -141,11 +134,8 @@ class ReplicaCheck:
 
         rows = self._agreement.exchange(own)
         ranks = self._ranks(len(rows))
-        found = [
-            Mismatch(name, "memory", (rank,), (rank,))
-            for rank, row in zip(ranks, rows)
-            for name in row["changed"]
-        ]
+        changed = [(rank, name) for rank, row in zip(ranks, rows) for name in row["changed"]]
+        found = [Mismatch(name, "memory", (rank,), (rank,)) for rank, name in changed]
 
         values: dict[str, set[str]] = {}
         for row in rows:

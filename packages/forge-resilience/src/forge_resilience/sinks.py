@@ -28,15 +28,8 @@ from forge_resilience.journal import read_json_lines
 from forge_resilience.recorder import Row
 
 __all__ = [
-    "JsonlSink",
-    "MlflowSink",
-    "TensorBoardSink",
-    "WandbSink",
-    "columns_of",
-    "last_row",
-    "read_rows",
-    "scalars",
-]
+    "JsonlSink", "MlflowSink", "TensorBoardSink", "WandbSink", "columns_of", "last_row", "read_rows", "scalars",
+]  # fmt: skip
 
 #: Seconds that wandb may upload at the end of a process; what is left is on the disk, for `wandb sync`.
 _FINISH_SECONDS = 10.0
@@ -108,10 +101,9 @@ def read_rows(path: str | os.PathLike[str], schema: int | None = None) -> Iterat
     if foreign:
         _warn(f"{path}: {foreign} lines that are not rows of metrics were left out")
     if later:
-        _warn(
-            f"{path}: {later} rows have the schema {newest}, and this version reads up to {schema}: columns may mean "
-            "other things; read them with a newer version"
-        )
+        known = f"{newest}, and this version reads up to {schema}"
+        fix = "columns may mean other things; read them with a newer version"
+        _warn(f"{path}: {later} rows have the schema {known}: {fix}")
 
 
 def last_row(

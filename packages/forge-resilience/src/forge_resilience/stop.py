@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from forge_resilience.exit_codes import ExitCode
@@ -17,6 +17,33 @@ from forge_resilience.exit_codes import ExitCode
 __all__ = ["STOP_SIGNALS", "StopSignal", "interruptible", "leave_on_signal", "leave_with_parent"]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+
+
+def install_handlers(
+    handler: Callable[[int, FrameType | None], None],
+    signals: Sequence[signal.Signals] = STOP_SIGNALS,
+) -> dict[signal.Signals, Any]:
+    """Handle `signals`, SIGHUP only if it is not ignored: under nohup a process outlives its terminal.
+
+    Returns the handlers that were there, for `restore_handlers`; raises as `signal.signal`, and then changes none.
+    """
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for number in signals:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+    except BaseException:  # a signal that cannot be caught
+        restore_handlers(before)
+        raise
+    return before
+
+
+def restore_handlers(before: dict[signal.Signals, Any]) -> None:
+    """Put back the handlers that `install_handlers` replaced."""
+    while before:
+        number, handler = before.popitem()
+        # None: the handler before ours was not installed from Python and cannot be put back
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 class StopSignal:
@@ -80,34 +107,14 @@ class StopSignal:
                 "handlers can only be installed on the main thread; enter it there"
             )
         if self._before:
-            raise RuntimeError(
-                "StopSignal was entered while it is open; use one object per context"
-            )
+            raise RuntimeError("StopSignal was entered while it is open; use one object a context")
 
         self._process, self._stderr = os.getpid(), _stderr_file()
-        try:
-            for number in self.signals:
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue
-                self._before[number] = signal.signal(number, self._handle)
-        except BaseException:  # a signal that cannot be caught: leave none half installed
-            self._restore()
-            raise
+        self._before = install_handlers(self._handle, self.signals)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
-            # None: the handler before ours was not installed from Python and cannot be put back
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    def __exit__(self, *exc: object) -> None:
+        restore_handlers(self._before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
@@ -115,9 +122,8 @@ class StopSignal:
             return
         self._first = number
         if self.announce and os.getpid() == self._process:
-            self._write_to_stderr(
-                f"{self.name_of(number)}: saving after this step, then leaving\n".encode()
-            )
+            line = f"{self.name_of(number)}: saving after this step, then leaving\n"
+            self._write_to_stderr(line.encode())
 
     def _write_to_stderr(self, line: bytes) -> None:
         """Write to descriptor 2, if it is still the stderr of the start and has room."""
@@ -133,22 +139,17 @@ class StopSignal:
 
 def _stderr_file() -> tuple[int, int] | None:
     """(device, inode) of descriptor 2; None when it is closed or was when Python started."""
-    if sys.__stderr__ is None:
-        return None
-    try:
-        status = os.fstat(2)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
+    if sys.__stderr__ is not None:
+        with contextlib.suppress(OSError):
+            status = os.fstat(2)
+            return status.st_dev, status.st_ino
+    return None
 
 
 def leave_on_signal(code: int, *more: signal.Signals) -> None:
     """End this process with `code` on SIGTERM, SIGUSR1 and `more`, at once: nothing is flushed."""
-    # under nohup the run outlives its terminal
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    hang_up = () if ignored else (signal.SIGHUP,)
-    for number in (signal.SIGTERM, signal.SIGUSR1, *hang_up, *more):
-        signal.signal(number, lambda *_: os._exit(code))
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, *more)
+    install_handlers(lambda *_: os._exit(code), signals)
 
 
 @contextlib.contextmanager

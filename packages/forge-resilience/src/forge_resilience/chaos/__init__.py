@@ -14,22 +14,8 @@ from forge_resilience.chaos.trial import (
 )  # fmt: skip
 
 __all__ = [
-    "ASYNC_SAVE",
-    "BETWEEN",
-    "FILE_KINDS",
-    "FIRST",
-    "PROCESS_KINDS",
-    "CommandLife",
-    "Fault",
-    "Injection",
-    "Injector",
-    "Life",
-    "ProcessKind",
-    "Result",
-    "Trial",
-    "damage",
-    "failure_rate_bound",
-    "make_schedule",
-]
+    "ASYNC_SAVE", "BETWEEN", "FILE_KINDS", "FIRST", "PROCESS_KINDS", "CommandLife", "Fault", "Injection", "Injector", "Life",
+    "ProcessKind", "Result", "Trial", "damage", "failure_rate_bound", "make_schedule",
+]  # fmt: skip
 
 __getattr__ = renamed(__name__)

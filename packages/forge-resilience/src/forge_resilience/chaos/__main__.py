@@ -23,34 +23,25 @@ from forge_resilience.chaos.faults import FILE_KINDS, PROCESS_KINDS
 from forge_resilience.chaos.schedule import BETWEEN, failure_rate_bound, make_schedule
 from forge_resilience.chaos.trial import Trial
 
-_KINDS = (
-    "kill_rank,kill_all,kill_launcher,segfault,abort,pause,term,term_rank,usr1,term_then_kill,storm"
-)
+_KINDS = "kill_rank,kill_all,kill_launcher,segfault,abort,pause,term,term_rank,usr1,term_then_kill,storm"  # fmt: skip
 _PHASES = "start,load,data,step,evaluate,save,exit"
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; return its exit code, 2 for wrong arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m forge_resilience.chaos",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same faults")
-    parser.add_argument("--faults", type=int, default=10, help="how many")
-    parser.add_argument("--ranks", type=int, default=1, help="a fault hits one of so many ranks")
-    parser.add_argument("--kinds", default=_KINDS, help=f"of {', '.join([*PROCESS_KINDS, *FILE_KINDS])}")  # fmt: skip
-
-    parser.add_argument(
-        "--phases", default=_PHASES, help="of the heartbeat, in which faults are injected"
-    )
-    parser.add_argument("--files", default="", help="a pattern of files to damage, in quotes")
-    parser.add_argument(
-        "--codes", default="", help="exit codes that an attempt with a fault may have; any"
-    )
-    parser.add_argument("--limit-seconds", type=float, default=120.0, help="for each wait")
-    parser.add_argument("--output", type=user_path, default=Path("chaos.log"))
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+    prog, form = "python -m forge_resilience.chaos", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog, description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--seed", type=int, default=0, help="the same seed gives the same faults")
+    add("--faults", type=int, default=10, help="how many")
+    add("--ranks", type=int, default=1, help="a fault hits one of so many ranks")
+    add("--kinds", default=_KINDS, help=f"of {', '.join([*PROCESS_KINDS, *FILE_KINDS])}")
+    add("--phases", default=_PHASES, help="of the heartbeat, in which faults are injected")
+    add("--files", default="", help="a pattern of files to damage, in quotes")
+    add("--codes", default="", help="exit codes that an attempt with a fault may have; any")
+    add("--limit-seconds", type=float, default=120.0, help="for each wait")
+    add("--output", type=user_path, default=Path("chaos.log"))
+    add("command", nargs=argparse.REMAINDER, help="-- and the command")
 
     args = parser.parse_args(argv)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -73,7 +64,6 @@ def main(argv: list[str] | None = None) -> int:
         codes=[int(code) for code in args.codes.split(",")] if args.codes else None,
         limit_seconds=args.limit_seconds,
     )
-
     injected = failures = 0
     for result in trial.run(make_schedule(args.seed, args.faults, phases, args.ranks)):
         print(json.dumps(result.row), flush=True)

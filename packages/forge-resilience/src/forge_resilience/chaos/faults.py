@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
@@ -31,45 +30,39 @@ class ProcessKind(NamedTuple):
     stays: bool = False
 
 
-def send(pid: int, number: int) -> None:
-    """Send a signal; do nothing if the process has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
 def _signal_rank(number: int) -> ProcessKind:
-    return ProcessKind(lambda launcher, pids, rank, seed: send(pids[rank], number))
+    return ProcessKind(lambda launcher, pids, rank, seed: procfs.send(pids[rank], number))
 
 
 def _signal_launcher(number: int) -> ProcessKind:
-    return ProcessKind(lambda launcher, pids, rank, seed: send(launcher, number))
+    return ProcessKind(lambda launcher, pids, rank, seed: procfs.send(launcher, number))
 
 
 def _kill_all(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
     for pid in pids.values():
-        send(pid, signal.SIGKILL)
+        procfs.send(pid, signal.SIGKILL)
 
 
 def _pause(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
-    send(pids[rank], signal.SIGSTOP)
+    procfs.send(pids[rank], signal.SIGSTOP)
     time.sleep(random.Random(seed).uniform(0.2, 3.0))
-    send(pids[rank], signal.SIGCONT)
+    procfs.send(pids[rank], signal.SIGCONT)
 
 
 def _slow(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
     """Slow the rank to a third for a second: it is stopped 20 of 30 ms."""
     for _ in range(33):
-        send(pids[rank], signal.SIGSTOP)
+        procfs.send(pids[rank], signal.SIGSTOP)
         time.sleep(0.02)
-        send(pids[rank], signal.SIGCONT)
+        procfs.send(pids[rank], signal.SIGCONT)
         time.sleep(0.01)
 
 
 def _term_then_kill(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
     """TERM, then KILL after a grace shorter than a save."""
     for pid in pids.values():
-        send(pid, signal.SIGTERM)
-        send(pid, signal.SIGCONT)
+        procfs.send(pid, signal.SIGTERM)
+        procfs.send(pid, signal.SIGCONT)
     time.sleep(random.Random(seed).uniform(0.0, 0.02))
     _kill_all(launcher, pids, rank, seed)
 
@@ -79,9 +72,9 @@ def _storm(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
     draw, targets = random.Random(seed), [launcher, *pids.values()]
     begin = time.monotonic()
     for number in range(1000):
-        send(draw.choice(targets), draw.choice(_STORM))
+        procfs.send(draw.choice(targets), draw.choice(_STORM))
         for pid in pids.values():
-            send(pid, signal.SIGCONT)
+            procfs.send(pid, signal.SIGCONT)
         time.sleep(max(0.0, begin + number * 0.0019 - time.monotonic()))
 
 
@@ -124,11 +117,6 @@ def marked(name: str, value: str) -> list[int]:
     return [pid for pid in procfs.pids() if entry in procfs.read(pid, "environ").split(b"\0")]
 
 
-def state_of(pid: int) -> str:
-    """Return the state letter of /proc: T for a stopped process, Z for an ended one, "" if it is gone."""
-    return next(iter(procfs.stat(pid)), "")
-
-
 # ---- storage
 
 
@@ -150,9 +138,8 @@ def _swap(path: Path, draw: random.Random) -> None:
     folders = sorted(f for f in path.parent.parent.iterdir() if f != path.parent)
     others = [f / path.name for f in folders if (f / path.name).exists()]
     if not others:
-        raise FileNotFoundError(
-            f"no folder next to {path.parent} holds another {path.name}; save twice first"
-        )
+        rule = f"no folder next to {path.parent} holds another {path.name}"
+        raise FileNotFoundError(f"{rule}; save twice first")
     path.write_bytes(draw.choice(others).read_bytes())
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from forge_resilience._shared.problems import invalid
+from forge_resilience.goodput import solve_falling
 
 FIRST = ("start", "load")
 """Phases that come once in an attempt, at its beginning."""
@@ -73,13 +74,10 @@ def failure_rate_bound(failures: int, faults: int, confidence: float = 0.95) -> 
         raise invalid("failures", "range", failures, f"must be from 0 to {faults} faults")
     if failures == faults:
         return 1.0
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        rate = (low + high) / 2
-        logs = (
-            math.lgamma(faults + 1) - math.lgamma(k + 1) - math.lgamma(faults - k + 1)
-            + k * math.log(rate) + (faults - k) * math.log1p(-rate)
-            for k in range(failures + 1)
-        )  # fmt: skip
-        low, high = (rate, high) if sum(map(math.exp, logs)) > 1 - confidence else (low, rate)
-    return high
+    ways = [math.comb(faults, k) for k in range(failures + 1)]
+
+    def at_most_so_many(rate: float) -> float:
+        logs = (k * math.log(rate) + (faults - k) * math.log1p(-rate) for k in range(len(ways)))
+        return sum(math.exp(math.log(n) + log) for n, log in zip(ways, logs))
+
+    return solve_falling(at_most_so_many, 1 - confidence, 1.0)

@@ -21,16 +21,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from forge_resilience import procfs
 from forge_resilience._renamed import renamed
-from forge_resilience.chaos.faults import (
-    PROCESS_KINDS,
-    ProcessKind,
-    damage,
-    marked,
-    rank_pids,
-    send,
-    state_of,
-)  # fmt: skip
+from forge_resilience.chaos.faults import PROCESS_KINDS, ProcessKind, damage, marked, rank_pids
 from forge_resilience.chaos.schedule import BETWEEN, FIRST, Fault
 from forge_resilience.heartbeat import FOLDER, HeartbeatRecord, read_heartbeats
 
@@ -62,10 +55,9 @@ class CommandLife:
 
     def __init__(self, command: Sequence[str], environ: Mapping[str, str], output: Path) -> None:
         self._mark = secrets.token_hex(8)
+        own = {**environ, _MARK: self._mark}
         with output.open("ab") as log:
-            self._process = subprocess.Popen(
-                list(command), env={**environ, _MARK: self._mark}, stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen(list(command), env=own, stdout=log, stderr=log)
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -115,7 +107,7 @@ class Injector:
             if now != last:
                 if last is not None and last[0] == fault.phase and fault.phase != "start":
                     self.durations[fault.phase] = time.monotonic() - begun
-                seen += now[0] == fault.phase and (last is None or now != last)
+                seen += now[0] == fault.phase
                 last, begun = now, time.monotonic()
 
             if fault.phase in FIRST and heartbeat is not None and heartbeat.phase not in FIRST:
@@ -123,8 +115,11 @@ class Injector:
             if now[0] != fault.phase or (seen < entry and fault.phase != "start"):
                 time.sleep(_POLL_SECONDS)
                 continue
-            if fault.phase != "start":
-                self._wait_into(fault, misses)
+            if (
+                fault.phase != "start"
+            ):  # the planned fraction of the last time; less after each miss
+                fraction = fault.fraction / (1 + misses)
+                time.sleep(fraction * min(1.0, self.durations.get(fault.phase, 0.0)))
 
             pid = life.ranks().get(fault.rank) if heartbeat is None else heartbeat.pid
             if pid is None:  # not started yet
@@ -136,28 +131,24 @@ class Injector:
             misses, entry = misses + 1, seen + 1
         return None
 
-    def _wait_into(self, fault: Fault, misses: int) -> None:
-        """Sleep for the planned fraction of the time that the phase took before; less after each miss."""
-        fraction = fault.fraction / (1 + misses)
-        time.sleep(fraction * min(1.0, self.durations.get(fault.phase, 0.0)))
-
     def _inject_if_in_phase(
         self, life: Life, fault: Fault, kind: ProcessKind, pid: int, misses: int
     ) -> Injection | None:
         """Stop the rank, and inject the fault if it is still in the phase; None for a miss."""
-        send(pid, signal.SIGSTOP)
+        procfs.send(pid, signal.SIGSTOP)
         stopped = time.monotonic() + 0.1
-        while state_of(pid) not in ("T", "", "Z") and time.monotonic() < stopped:
+        while procfs.state(pid)[0] not in "TXZ" and time.monotonic() < stopped:
             pass
         heartbeat = self._heartbeat(fault.rank)
-        there = state_of(pid) == "T" and _phase_of(heartbeat, fault.phase) == fault.phase
+        is_stopped = procfs.state(pid)[0] == "T"
+        there = is_stopped and _phase_of(heartbeat, fault.phase) == fault.phase
         if there:
             step = None if heartbeat is None else heartbeat.step
             pids = {**life.ranks(), fault.rank: pid}
             at = time.monotonic()
             kind.inject(life.pid, pids, fault.rank, fault.seed)
         if not there or not kind.stays:
-            send(pid, signal.SIGCONT)
+            procfs.send(pid, signal.SIGCONT)
         return Injection(fault.phase, step, fault.rank, misses, at) if there else None
 
     def _heartbeat(self, rank: int) -> HeartbeatRecord | None:
@@ -167,9 +158,8 @@ class Injector:
 def _phase_of(heartbeat: HeartbeatRecord | None, wanted: str) -> str:
     if heartbeat is None:
         return "start"
-    if wanted == ASYNC_SAVE:
-        return wanted if heartbeat.background == "save" else heartbeat.phase
-    return heartbeat.phase
+    saves = wanted == ASYNC_SAVE and heartbeat.background == "save"
+    return wanted if saves else heartbeat.phase
 
 
 @dataclass(frozen=True)
@@ -191,17 +181,11 @@ class Result:
     @property
     def row(self) -> dict[str, Any]:
         """The result as one line of JSON has it."""
-        where = asdict(self.injection) if self.injection else {}
+        row = asdict(self)
+        fault, where = row.pop("fault"), row.pop("injection") or {}
         where.pop("time", None)
-        own = {
-            key: value for key, value in asdict(self).items() if key not in ("fault", "injection")
-        }
-        return {
-            **asdict(self.fault),
-            "struck": self.injection is not None,  # language: format of a report
-            **where,
-            **own,
-        }
+        fault["struck"] = self.injection is not None  # language: format of a report
+        return {**fault, **where, **row}
 
 
 class Trial:
@@ -271,7 +255,8 @@ class Trial:
             code = life.poll()
             if code == 0 or (code is None and fault.phase in FIRST):
                 return None
-            return Result(fault, None, code, problem=self._end_with(f"never came into phase {fault.phase}"))  # fmt: skip
+            self._end()
+            return Result(fault, None, code, problem=f"never came into phase {fault.phase}")
         if not kind.ends:
             return Result(fault, injection)
 
@@ -290,8 +275,7 @@ class Trial:
 
     def _damage(self, fault: Fault) -> Result:
         """Damage one of the files, of an attempt that was killed for it."""
-        if self._life is not None:
-            self._end()
+        self._end()
         files = sorted(self._files())
         if not files:
             return Result(fault, None, problem="no file to damage yet")
@@ -304,23 +288,17 @@ class Trial:
         life, before = self._start(), result.injection
         deadline = time.monotonic() + self._limit
 
+        problem = f"made no progress in {self._limit:g} s after the restart"
         while time.monotonic() < deadline:
-            steps = [
-                heartbeat.step
-                for heartbeat in read_heartbeats(self._injector.folder)
-                if heartbeat.step
-            ]
-            beyond = bool(steps) and max(steps) > (before.step or 0)
-            if beyond or life.poll() == 0:
+            steps = [found.step or 0 for found in read_heartbeats(self._injector.folder)]
+            if max(steps, default=0) > (before.step or 0) or life.poll() == 0:
                 return replace(result, recovery_seconds=round(time.monotonic() - before.time, 3))
-
             if life.poll() is not None:
-                return replace(result, problem=self._end_with(f"ended with {life.poll()} at the restart"))  # fmt: skip
+                problem = f"ended with {life.poll()} at the restart"
+                break
             time.sleep(0.01)  # polling processes
-        return replace(
-            result,
-            problem=self._end_with(f"made no progress in {self._limit:g} s after the restart"),
-        )
+        self._end()
+        return replace(result, problem=problem)
 
     def _finish(self) -> Result:
         """The result of the attempt that ends undisturbed."""
@@ -342,17 +320,12 @@ class Trial:
             time.sleep(0.02)  # polling processes
         return len(living)
 
-    def _end_with(self, problem: str) -> str:
-        """End the attempt and return its problem."""
-        self._end()
-        return problem
-
     def _end(self) -> None:
         """Kill all processes of the attempt."""
         if self._life is None:
             return
         for pid in [self._life.pid, *self._life.living()]:
-            send(pid, signal.SIGKILL)
+            procfs.send(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._life._process.wait(10)
         self._life = None

@@ -28,27 +28,9 @@ from forge_resilience.health.probes import (
 )  # fmt: skip
 
 __all__ = [
-    "BROKEN",
-    "MISSING",
-    "MOST_FINDINGS",
-    "OK",
-    "WARN",
-    "Finding",
-    "HealthCheck",
-    "HealthConfig",
-    "NvmlProbe",
-    "RankFinding",
-    "accelerator_count",
-    "arrived",
-    "broken_nodes",
-    "disk",
-    "known_answer",
-    "loopback",
-    "machine_findings",
-    "memory_patterns",
-    "optional",
-    "probe",
-    "shared_memory",
-]
+    "BROKEN", "MISSING", "MOST_FINDINGS", "OK", "WARN", "Finding", "HealthCheck", "HealthConfig", "NvmlProbe", "RankFinding",
+    "accelerator_count", "arrived", "broken_nodes", "disk", "known_answer", "loopback", "machine_findings",
+    "memory_patterns", "optional", "probe", "shared_memory",
+]  # fmt: skip
 
 __getattr__ = renamed(__name__)

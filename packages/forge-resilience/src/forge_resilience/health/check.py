@@ -16,23 +16,9 @@ from forge_resilience._renamed import renamed
 from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.limits import limit_problem
 from forge_resilience.agreement import Agreement
-from forge_resilience.health.nvml import NvmlProbe
-from forge_resilience.health.probes import (
-    BROKEN,
-    DRAIN,
-    OK,
-    WARN,
-    Finding,
-    clocks,
-    disk,
-    known_answer,
-    loopback,
-    memory_patterns,
-    sees_token,
-    shared_folder,
-    shared_memory,
-    write_token,
-)  # fmt: skip
+from forge_resilience.health import probes
+from forge_resilience.health.nvml import NvmlProbe, driver_findings
+from forge_resilience.health.probes import BROKEN, DRAIN, OK, WARN, Finding, known_answer
 from forge_resilience.journal import read_events
 from forge_resilience.provenance import node_name
 
@@ -114,12 +100,15 @@ class HealthCheck:
 
         self._count += 1
         own = [f.as_dict() for f in self._probe_this_rank() if f.state != OK]
-        token = self._write_token() if rank == 0 else None
+        token: str | None = None
+        if rank == 0:  # a file for the other nodes to see; `disk` reports that none can be written
+            with contextlib.suppress(OSError):
+                token = probes.write_token(self._folder)
 
         name = self._agreement.exchange(token)[0]
         now = time.time()  # all leave an exchange at about the same moment
         row = {"node": node_name(), "time": now, "findings": own}
-        row["seen"] = name is None or sees_token(self._folder, name)
+        row["seen"] = name is None or probes.sees_token(self._folder, name)
         rows = self._agreement.exchange(row)
 
         self._nodes = {rank: row["node"] for rank, row in enumerate(rows)}
@@ -151,23 +140,13 @@ class HealthCheck:
 
     def _probe_this_rank(self) -> list[Finding]:
         """All probes that need no other rank."""
-        nvml = self._nvml
         device, mib = self._device, self._config.memory_mib
         return [
             _catch_device_errors("computing", lambda: known_answer(device, seed=self._count)),
-            _catch_device_errors("device memory", lambda: memory_patterns(device, mib)),
-            *([] if nvml is None else nvml.findings() if isinstance(nvml, NvmlProbe) else [nvml]),
-            disk(self._folder),
-            shared_memory(),
-            loopback(),
+            _catch_device_errors("device memory", lambda: probes.memory_patterns(device, mib)),
+            *driver_findings(self._nvml),
+            *(probes.disk(self._folder), probes.shared_memory(), probes.loopback()),
         ]
-
-    def _write_token(self) -> str | None:
-        """Write a file for the other nodes to see; None where it cannot be written, which `disk` reports."""
-        try:
-            return write_token(self._folder)
-        except OSError:
-            return None
 
     def _rank(self) -> int:
         import torch.distributed as dist
@@ -189,16 +168,12 @@ def _catch_device_errors(what: str, probe: Callable[[], Finding]) -> Finding:
 def _findings_of_all_ranks(folder: str, rows: list[dict[str, Any]]) -> list[RankFinding]:
     """The findings of all ranks that are not ok, with those that need a comparison."""
     nodes = [row["node"] for row in rows]
-    time_of = clocks([row["time"] for row in rows])
-    seen = shared_folder(folder, [row["seen"] for row in rows], nodes)
+    time_of = probes.clocks([row["time"] for row in rows])
+    seen = probes.shared_folder(folder, [row["seen"] for row in rows], nodes)
     found = []
     for rank, row in enumerate(rows):
-        own = [Finding(**finding) for finding in row["findings"]]
-        found += [
-            RankFinding(rank, nodes[rank], finding)
-            for finding in [*own, time_of[rank], seen[rank]]
-            if finding.state != OK
-        ]
+        own = [*(Finding(**each) for each in row["findings"]), time_of[rank], seen[rank]]
+        found += [RankFinding(rank, nodes[rank], each) for each in own if each.state != OK]
     return found
 
 

@@ -14,18 +14,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from forge_resilience.health.nvml import NvmlProbe
-from forge_resilience.health.probes import (
-    BROKEN,
-    MISSING,
-    OK,
-    Finding,
-    disk,
-    known_answer,
-    loopback,
-    memory_patterns,
-    shared_memory,
-)  # fmt: skip
+from forge_resilience.health import probes
+from forge_resilience.health.nvml import NvmlProbe, driver_findings
+from forge_resilience.health.probes import BROKEN, MISSING, OK, Finding
 
 __all__ = ["accelerator_count", "accelerator_findings", "machine_findings", "optional", "probe"]
 
@@ -42,12 +33,12 @@ def machine_findings(distributions: Mapping[str, str], fix: str) -> Iterator[Fin
     """
     checks: dict[str, Callable[[], Finding]] = {"python": _python, "torch": _torch}
     checks |= {name: partial(_package, name, own) for name, own in distributions.items()}
-    checks["computing"] = partial(known_answer, "cpu")
+    checks["computing"] = partial(probes.known_answer, "cpu")
     yield from (probe(what, check, fix) for what, check in checks.items())
 
     yield from accelerator_findings(fix)
-    checks = {"memory": _memory, "disk": partial(disk, ".")}
-    checks |= {"shared memory": shared_memory, "loopback": loopback}
+    checks = {"memory": _memory, "disk": partial(probes.disk, ".")}
+    checks |= {"shared memory": probes.shared_memory, "loopback": probes.loopback}
     yield from (probe(what, check, fix) for what, check in checks.items())
 
 
@@ -86,11 +77,9 @@ def accelerator_findings(fix: str) -> Iterator[Finding]:
     assert current is not None
     for index in range(torch.accelerator.device_count()):
         device = torch.device(current.type, index)
-        yield probe("computing", partial(known_answer, device), fix)
-        yield probe("device memory", partial(memory_patterns, device), fix)
-        driver = NvmlProbe.of(device)
-        if driver is not None:
-            yield from [driver] if isinstance(driver, Finding) else driver.findings()
+        yield probe("computing", partial(probes.known_answer, device), fix)
+        yield probe("device memory", partial(probes.memory_patterns, device), fix)
+        yield from driver_findings(NvmlProbe.of(device))
 
 
 def _python() -> Finding:
@@ -102,8 +91,7 @@ def _python() -> Finding:
 def _torch() -> Finding:
     import torch
 
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if _TORCH[0] <= (major, minor) < _TORCH[1]:
+    if _TORCH[0] <= tuple(map(int, torch.__version__.split(".")[:2])) < _TORCH[1]:
         return Finding("torch", OK, torch.__version__)
     (_, least), (_, most) = _TORCH
     fix = f"pip install 'torch>=2.{least},<2.{most}'"

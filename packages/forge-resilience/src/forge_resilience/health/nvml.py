@@ -15,6 +15,11 @@ _MARGIN = 3  # degrees below the temperature at which the GPU slows down
 _DRAIN = "take the node out of the queue, and have the GPU looked at"
 
 
+def driver_findings(driver: NvmlProbe | Finding | None) -> list[Finding]:
+    """Return the findings of what `NvmlProbe.of` gave."""
+    return driver.findings() if isinstance(driver, NvmlProbe) else [driver] if driver else []
+
+
 class NvmlProbe:
     """Probe of one NVIDIA GPU's driver; its counters are compared with those at construction.
 
@@ -105,9 +110,8 @@ class NvmlProbe:
             return
 
         bad = sorted(set(seen) & _HARDWARE_XIDS)
-        value = (
-            f"XID {', '.join(map(str, sorted(set(seen))))}" if seen else "no XID since the start"
-        )
+        numbers = ", ".join(map(str, sorted(set(seen))))
+        value = f"XID {numbers}" if seen else "no XID since the start"
         rule = "the GPU must have no fault" if seen else ""
         state = BROKEN if bad else WARN if seen else OK
         yield Finding("faults", state, value, rule, _DRAIN if bad else "")

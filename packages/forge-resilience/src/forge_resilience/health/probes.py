@@ -28,10 +28,6 @@ OK = "ok"
 WARN = "warn"
 MISSING = "missing"
 BROKEN = "broken"
-_SIZE = {"cpu": 256}
-_ACCELERATOR_SIZE = 2048
-_MIB = {"cpu": 1}
-_ACCELERATOR_MIB = 512  # several times the caches that would answer in place of the memory
 _WORDS = 2**17  # of 8 bytes in a MiB
 _CHUNK = 2**20  # words that are compared at once
 _PATTERNS = (0, -1, 0x5555555555555555, -0x5555555555555556)
@@ -83,7 +79,7 @@ def known_answer(device: torch.device | str, seed: int = 0) -> Finding:
     import torch
 
     device = torch.device(device)
-    n = _SIZE.get(device.type, _ACCELERATOR_SIZE)
+    n = 256 if device.type == "cpu" else 2048
 
     generator = torch.Generator().manual_seed(seed)
     left = _hadamard(n)[torch.randperm(n, generator=generator)]
@@ -127,7 +123,8 @@ def memory_patterns(device: torch.device | str, mib: int | None = None) -> Findi
     import torch
 
     device = torch.device(device)
-    mib = _MIB.get(device.type, _ACCELERATOR_MIB) if mib is None else mib
+    if mib is None:  # several times the caches that would answer in place of the memory
+        mib = 1 if device.type == "cpu" else 512
     if device.type == "cuda":
         mib = min(mib, torch.cuda.mem_get_info(device)[0] // 2**21)
 
@@ -193,11 +190,11 @@ def disk(folder: str | os.PathLike[str], min_free_bytes: int = 2**30) -> Finding
 
     free = shutil.disk_usage(folder).free
     value = f"{folder}: writable, {free / 2**30:.1f} GiB free"
-    if free < min_free_bytes:
-        rule = f"{min_free_bytes / 2**30:.1f} GiB should be free"
-        fix = "free some space: checkpoints need about 12 bytes per parameter"
-        return Finding(what, WARN, value, rule, fix)
-    return Finding(what, OK, value)
+    if free >= min_free_bytes:
+        return Finding(what, OK, value)
+    rule = f"{min_free_bytes / 2**30:.1f} GiB should be free"
+    fix = "free some space: checkpoints need about 12 bytes per parameter"
+    return Finding(what, WARN, value, rule, fix)
 
 
 def shared_memory(folder: str = "/dev/shm") -> Finding:
@@ -236,15 +233,12 @@ def loopback(timeout_seconds: float = 5.0) -> Finding:
 def clocks(times: Sequence[float]) -> list[Finding]:
     """Compare the clock of each rank, read at the same moment, with the median of all (Unix seconds)."""
     middle = sorted(times)[(len(times) - 1) // 2]
+    rule = f"clocks should agree within {_MOST_SECONDS_APART:g} s, or logs and leases mislead"
     found = []
-    for at in times:
-        ahead = at - middle
+    for ahead in (at - middle for at in times):
         value = f"{abs(ahead):.1f} s {'behind' if ahead < 0 else 'ahead of'} the others"
-        if abs(ahead) <= _MOST_SECONDS_APART:
-            found.append(Finding("clock", OK, value))
-            continue
-        rule = f"clocks should agree within {_MOST_SECONDS_APART:g} s, or logs and leases mislead"
-        found.append(Finding("clock", WARN, value, rule, "start chrony or ntpd there"))
+        bad = (WARN, value, rule, "start chrony or ntpd there")
+        found.append(Finding("clock", *(bad if abs(ahead) > _MOST_SECONDS_APART else (OK, value))))
     return found
 
 
@@ -278,20 +272,10 @@ def shared_folder(folder: str, seen: Sequence[bool], nodes: Sequence[str]) -> li
     elsewhere = [saw for saw, node in zip(seen, nodes) if node != nodes[0]]
     local = bool(elsewhere) and not any(elsewhere)
 
-    found = []
-    for saw in seen:
-        if saw:
-            found.append(
-                Finding("shared folder", OK, f"{folder} is the same as that of {nodes[0]}")
-            )
-            continue
-
-        value, rule = (
-            f"{folder} is not that of {nodes[0]}",
-            "all nodes must see the folder of the run",
-        )
-        fix = "mount its file system there, or leave the node out"
-        if local:
-            fix = "it seems to be on a local disk: choose one that all nodes share"
-        found.append(Finding("shared folder", BROKEN, value, rule, fix))
-    return found
+    what, rule = "shared folder", "all nodes must see the folder of the run"
+    fix = "mount its file system there, or leave the node out"
+    if local:
+        fix = "it seems to be on a local disk: choose one that all nodes share"
+    good = Finding(what, OK, f"{folder} is the same as that of {nodes[0]}")
+    bad = Finding(what, BROKEN, f"{folder} is not that of {nodes[0]}", rule, fix)
+    return [good if saw else bad for saw in seen]

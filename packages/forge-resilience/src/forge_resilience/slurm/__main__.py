@@ -24,41 +24,27 @@ _DESCRIPTION = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Orchestrate the job of a script as the arguments say; its exit code, 75 after a signal, 78 if Slurm rejects the job."""
     parser = argparse.ArgumentParser("python -m forge_resilience.slurm", description=_DESCRIPTION)
-    parser.add_argument("script", help="batch script, made with SlurmConfig(on_stop='leave')")
-    parser.add_argument("--sizes", required=True, type=_sizes, help="numbers of nodes: 4,3,2")
-    parser.add_argument(
-        "--name", required=True, help="name of the run's jobs in the queue, of no other jobs"
-    )
-
-    parser.add_argument("--journal", help="file that gets an event for each action")
-    parser.add_argument(
-        "--max-restarts", type=int, default=1000, help="submissions after a lost job"
-    )
-
+    add = parser.add_argument
+    add("script", help="batch script, made with SlurmConfig(on_stop='leave')")
+    add("--sizes", required=True, type=_sizes, help="numbers of nodes: 4,3,2")
+    add("--name", required=True, help="name of the run's jobs in the queue, of no other jobs")
+    add("--journal", help="file that gets an event for each action")
+    add("--max-restarts", type=int, default=1000, help="submissions after a stop or a lost job")
     for key in fields(OrchestratorConfig):
         if key.name in FLAGS:
             kind: Any = type(key.default)
-            parser.add_argument(
-                f"--{key.name.replace('_', '-')}",
-                type=kind,
-                default=key.default,
-                help=key.metadata["help"],
-            )
+            name, text = f"--{key.name.replace('_', '-')}", key.metadata["help"]
+            add(name, type=kind, default=key.default, help=text)
 
     flags = parser.parse_args(argv)
     tolerate()
 
     with StopSignal(announce=False) as stop:
         try:
-            return orchestrate(
-                flags.script,
-                flags.sizes,
-                flags.name,
-                OrchestratorConfig(**{key: getattr(flags, key) for key in FLAGS}),
-                max_restarts=flags.max_restarts,
-                journal=flags.journal,
-                stopped=lambda: stop.requested,
-            )
+            config = OrchestratorConfig(**{key: getattr(flags, key) for key in FLAGS})
+            more = {"max_restarts": flags.max_restarts, "journal": flags.journal}
+            more["stopped"] = lambda: stop.requested
+            return orchestrate(flags.script, flags.sizes, flags.name, config, **more)
         except (ValueError, QueueRefusal) as error:
             print(f"forge_resilience.slurm: {error}", file=sys.stderr)
             return int(ExitCode.CONFIG_ERROR)

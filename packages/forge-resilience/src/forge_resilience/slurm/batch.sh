@@ -7,7 +7,8 @@
 cd -- __WORKING_DIR__ || exit __CONFIG_ERROR__
 run=__RUN_DIR__
 job=__JOB__
-chain=${FORGE_CHAIN:-$job}  # the first job of resubmitted ones: their attempts are counted together
+# the first job of resubmitted ones, or the name of an orchestrated run: their attempts are counted together
+chain=${FORGE_CHAIN:-$job}
 attempts=__FOLDER__/lives-$chain  # a line for each attempt: the newest checkpoint when it began
 script=__SCRIPT__
 attempt_began=$(printf '%(%FT%T)T' -1)
@@ -66,23 +67,23 @@ newest() {  # change time and name of the newest committed checkpoint; 'none' be
   printf '%s\n' "${found:-none}"
 }
 
-stuck() {  # whether the last two attempts began with the checkpoint that is still the newest
+require_progress() {  # end the job if its last two attempts began with the checkpoint that is still the newest; $1: the state
   local now begun=()
   now=$(newest)
   mapfile -t begun < <(tail -n 2 -- "$attempts" 2>/dev/null)
-  [[ ${#begun[@]} -eq 2 && ${begun[0]} == "$now" && ${begun[1]} == "$now" ]]
+  [[ ${#begun[@]} -eq 2 && ${begun[0]} == "$now" && ${begun[1]} == "$now" ]] || return 0
+  say "$1, but two attempts in a row made no new checkpoint $run/__CHECKPOINTS__ (newest: $now): look into the log, then" \
+    "delete $attempts and start again; a program that saves other files needs JobFacts.checkpoints"
+  exit __NO_PROGRESS__
 }
 
-begin() {  # count this attempt, unless the job makes no progress
-  if stuck; then
-    say "two attempts in a row ended without a new checkpoint ($(newest)): look into the log before starting again"
-    exit __NO_PROGRESS__
-  fi
+begin() {  # count this attempt
+  require_progress "the next attempt was to begin"
   newest >>"$attempts" || say "cannot write $attempts: attempts are not counted"
 }
 
-#@ no_progress
-stuck() { false; }  # no pattern of checkpoints was given
+#@ no_checkpoints
+require_progress() { :; }  # no pattern of checkpoints was given
 begin() { printf 'life in %s\n' "$run" >>"$attempts" || say "cannot write $attempts: attempts are not counted"; }
 
 #@ exclude_nodes
@@ -115,10 +116,7 @@ again() {  # go on in another attempt, for the reason $1; never returns
     say "$1; the job was cancelled, or requeued by another command"
     exit __REQUEUE__
   fi
-  if stuck; then
-    say "$1, but two attempts in a row made no new checkpoint ($(newest)): look into the log before starting again"
-    exit __NO_PROGRESS__
-  fi
+  require_progress "$1"
   if ((restarts >= __MAX_RESTARTS__)); then
     say "$1, and was restarted $restarts times, as often as slurm.max_restarts allows: sbatch $script goes on"
     exit __REQUEUE__
@@ -205,7 +203,7 @@ for ((attempt = 0; ; attempt++)); do
   ranks=''
   [[ $code -lt 128 ]] || code=$(code_of_the_first "$written" "$code")
   case $code in
-    0) say "done"; exit 0 ;;
+    0) say "done${stopped:+ (a run that $stopped stopped goes on only if it exits with __REQUEUE__)}"; exit 0 ;;
     __REQUEUE__) again "stopped and saved" ;;
 #@ loop_hardware
     __HARDWARE__)
@@ -215,7 +213,7 @@ for ((attempt = 0; ; attempt++)); do
       fi
       say "ended with code __HARDWARE__, and no single node is known to be broken"; exit __HARDWARE__ ;;
 #@ loop_end
-    __FINAL__) say "ended with code $code, which starting again does not fix"; exit "$code" ;;
+    __END_CODES__) say "ended with code $code, which starting again does not fix"; exit "$code" ;;
   esac
   # ranks that had no handler yet, or were killed after those that had left already
   [[ -z $stopped || $code -lt 128 ]] || again "was stopped by $stopped (code $code)"
@@ -224,7 +222,10 @@ for ((attempt = 0; ; attempt++)); do
     sed -i '$s/$/ (lost a node)/' -- "$attempts"
     again "lost a node (code $code)"
   fi
-  ((attempt < __RETRIES__)) || { say "ended with code $code"; exit "$code"; }
+  ((attempt < __RETRIES__)) || {
+    say "ended with code $code: a crash is not requeued; slurm.retries (__RETRIES__ here) starts the ranks again on the same nodes"
+    exit "$code"
+  }
   [[ -z $stopped ]] || again "crashed with code $code after $stopped"
   say "crashed with code $code: starting the ranks again, retry $((attempt + 1)) of __RETRIES__"
 done

@@ -16,23 +16,10 @@ from typing import NoReturn
 from forge_resilience._shared.parents import with_parent
 from forge_resilience._shared.problems import Problem, invalid
 
-__all__ = [
-    "JobRow",
-    "Queue",
-    "QueueDown",
-    "QueueRefusal",
-    "answer",
-    "call",
-    "clean_environ",
-    "exclude_nodes",
-    "jobs_of",
-    "replace_process",
-    "submit",
-    "two_jobs",
-]
-
 _PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo")
 _LIMIT_SECONDS = 120.0
+_NO_ANSWER = f"gave no answer within {_LIMIT_SECONDS:g} s"
+_NOT_HERE = "is not on this machine; run this on a login node of the cluster"
 _QUERY_SECONDS = 20.0
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_TIME_FORMAT")
 _COLUMNS = "--Format=JobID:|,State:|,NumNodes:|,exit_code:|,Reason:|,Partition:|,NodeList:|"
@@ -73,11 +60,10 @@ def call(
 
 def answer(*command: str) -> str:
     """Return the output of a query; "" where the command is missing, fails, or takes longer than 20 s."""
-    try:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = call(*command, timeout=_QUERY_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return "" if done.returncode else done.stdout
+        return "" if done.returncode else done.stdout
+    return ""
 
 
 def replace_process(command: list[str]) -> NoReturn:
@@ -85,8 +71,7 @@ def replace_process(command: list[str]) -> NoReturn:
     try:
         os.execvpe(command[0], command, clean_environ())
     except FileNotFoundError:
-        text = f"{command[0]} is not on this machine; run this on a login node of the cluster"
-        raise RuntimeError(text) from None
+        raise RuntimeError(f"{command[0]} {_NOT_HERE}") from None
 
 
 # ---- jobs of a run
@@ -94,16 +79,21 @@ def replace_process(command: list[str]) -> NoReturn:
 
 def submit(script: str, *options: str) -> str:
     """Submit the script, with further options of sbatch, and return the job's id. Raises RuntimeError with sbatch's message."""
+    return _output("sbatch", "--parsable", *options, script).strip().partition(";")[0]
+
+
+def _output(*command: str, environ: Mapping[str, str] | None = None) -> str:
+    """The output of a command that Slurm accepts; else a RuntimeError with its message."""
     try:
-        done = call("sbatch", "--parsable", *options, script)
+        done = call(*command, environ=environ)
     except FileNotFoundError:
-        text = "sbatch is not on this machine; submit from a login node of the cluster"
-        raise RuntimeError(text) from None
+        raise RuntimeError(f"{command[0]} {_NOT_HERE}") from None
     except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"sbatch gave no answer within {_LIMIT_SECONDS:g} s") from error
+        raise RuntimeError(f"{command[0]} {_NO_ANSWER}") from error
     if done.returncode:
-        raise RuntimeError(done.stderr.strip() or f"sbatch ended with code {done.returncode}")
-    return done.stdout.strip().partition(";")[0]
+        text = (done.stderr or done.stdout).strip() or f"code {done.returncode}"
+        raise RuntimeError(text if text.startswith(command[0]) else f"{' '.join(command)}: {text}")
+    return done.stdout
 
 
 def jobs_of(*scripts: str) -> list[tuple[str, str]]:
@@ -142,18 +132,12 @@ def exclude_nodes(
     if not job:
         raise invalid("job", "missing", job, "must be given outside a job")
 
-    def scontrol(*arguments: str) -> str:
-        done = call("scontrol", *arguments, environ=clean_environ(environ))
-        if done.returncode:
-            text = (done.stderr or done.stdout).strip()
-            raise RuntimeError(f"scontrol {' '.join(arguments)}: {text}")
-        return done.stdout
-
-    scontrol("requeue", job)
-    shown = scontrol("--oneliner", "show", "job", job)
+    environ = clean_environ(environ)
+    _output("scontrol", "requeue", job, environ=environ)
+    shown = _output("scontrol", "--oneliner", "show", "job", job, environ=environ)
     (before,) = re.findall(r" ExcNodeList=(\S+)", shown)[:1] or ["(null)"]
     names = ",".join(([] if before == "(null)" else [before]) + list(nodes))
-    scontrol("update", f"JobId={job}", f"ExcNodeList={names}")
+    _output("scontrol", "update", f"JobId={job}", f"ExcNodeList={names}", environ=environ)
 
 
 # ---- the queue, for an orchestrator
@@ -238,21 +222,15 @@ class Queue:
             raise QueueDown(f"sbatch --test-only names no start: {err.strip()}")
         return (datetime.fromisoformat(start[1]) - datetime.now()).total_seconds()
 
-    def submit(
-        self,
-        script: Path,
-        nodes: int,
-        name: str,
-        excluded: Sequence[str],
-        environ: Mapping[str, str],
-    ) -> int:
+    def submit(self, script: Path, nodes: int, name: str, excluded: Sequence[str]) -> int:
         """Submit the script and return the job's id. Slurm runs only one job of that name at once (`singleton`).
 
-        Raises QueueRefusal with Slurm's reason.
+        The script counts the attempts of all jobs of that name together. Raises QueueRefusal with Slurm's reason.
         """
         options = [f"--job-name={name}", f"--nodes={nodes}", "--dependency=singleton"]
         options += _exclude(script, excluded)
-        out, _ = self._run("sbatch", "--parsable", *options, str(script), more=environ)
+        more = {"FORGE_CHAIN": name}
+        out, _ = self._run("sbatch", "--parsable", *options, str(script), more=more)
         return int(out.strip().partition(";")[0])
 
     def signal_batch_shell(self, job: int) -> None:
@@ -265,24 +243,22 @@ class Queue:
         with contextlib.suppress(QueueRefusal):
             self._run("scancel", str(job))
 
-    def _run(self, *command: str, more: Mapping[str, str] | None = None) -> tuple[str, str]:
+    def _run(self, *command: str, more: Mapping[str, str] = {}) -> tuple[str, str]:
         """(stdout, stderr) of a command that Slurm accepts."""
         done = self._call(*command, more=more)
         if done.returncode == 0:
             return done.stdout, done.stderr
         message = " ".join((done.stderr or done.stdout).split())
         # A rejection and a silent controller differ only in words, which change from version to version.
-        if self._call("scontrol", "ping").returncode:
+        if self._call("scontrol", "ping", more=more).returncode:
             raise QueueDown(message)
         raise QueueRefusal(f"{command[0]}: {message}")
 
-    def _call(
-        self, *command: str, more: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def _call(self, *command: str, more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
         try:
-            return call(*command, environ={**self.environ, **(more or {})})
+            return call(*command, environ={**self.environ, **more})
         except subprocess.TimeoutExpired as error:
-            raise QueueDown(f"{command[0]} gave no answer within {_LIMIT_SECONDS:g} s") from error
+            raise QueueDown(f"{command[0]} {_NO_ANSWER}") from error
 
 
 def _exclude(script: Path, nodes: Sequence[str]) -> list[str]:

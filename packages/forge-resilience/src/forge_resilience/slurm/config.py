@@ -6,14 +6,12 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.problems import Problem
-
-__all__ = ["FLAGS", "JobFacts", "OrchestratorConfig", "SlurmConfig", "seconds_of"]
 
 #: Options of sbatch that the script sets or that its loop relies on, and the key to use instead.
 _OF_SBATCH = {
@@ -35,9 +33,9 @@ _TIME = re.compile(
     r"(?:(?P<d>\d+)-(?P<dh>\d+)(?::(?P<dm>\d+)(?::(?P<ds>\d+))?)?"
     r"|(?P<h>\d+):(?P<hm>\d+):(?P<hs>\d+)|(?P<m>\d+)(?::(?P<s>\d+))?)"
 )
-_MAX_LEAD_SECONDS = 65535  # of sbatch --signal
 #: From the signal to the limit beyond the save: Slurm looks at limits once a minute.
 _EARLY_SECONDS = 60
+_SAVE_SECONDS = (0, 65535 - _EARLY_SECONDS)  # the largest of sbatch --signal
 _FROM_0, _FROM_1 = (0, 10**6), (1, 10**6)
 #: Fields of OrchestratorConfig that are flags of `python -m forge_resilience.slurm`.
 FLAGS = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
@@ -64,12 +62,10 @@ class OrchestratorConfig(Checked):
         (0, 60),
     )
     poll_seconds: float = field(30.0, "seconds between looks at the queue", (0.1, 3600))
-    partition: str | None = field(
-        None, "partition of the small job that orchestrates (default: that of the job)"
-    )
-    time_limit: int | str | None = field(
-        None, "limit of one attempt of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"
-    )
+    partition: str | None = None
+    """partition of the small job that orchestrates (default: that of the job)"""
+    time_limit: int | str | None = None
+    """limit of one attempt of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"""
 
 
 @dataclass(frozen=True)
@@ -127,11 +123,12 @@ class SlurmConfig(Checked):
     """folder of compiled kernels, kept from attempt to attempt (default: slurm/cache in the run's folder)"""
     on_stop: Literal["requeue", "resubmit", "leave"] = "requeue"
     """how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues; leave: it
-    ends with code 75, for an orchestrator"""
+    ends with code 75, for an orchestrator. The latter two set --no-requeue: a first node that dies ends the job"""
     max_restarts: int = field(1000, between=_FROM_0)
-    """attempts after the first; a job that stops once more ends with 75"""
+    """attempts after the first, retries included; a job that stops once more ends with 75, and its orchestrator with 1"""
     retries: int = field(0, between=_FROM_0)
-    """times that crashed ranks are started again within one attempt, in the same nodes"""
+    """times that crashed ranks are started again on the same nodes, without a requeue; each counts as an attempt, for
+    max_restarts and for the limit of two without a new checkpoint"""
     orchestrator: OrchestratorConfig = field(OrchestratorConfig)
     """of --orchestrate"""
 
@@ -161,8 +158,7 @@ class JobFacts(Checked):
     """Paths and limits of one job; paths are absolute, and every node sees them.
 
     run_dir: folder of the run. script: where its batch script is kept, for a resubmission and for people.
-    working_dir: where the command runs. save_limit_seconds: the longest save. checkpoints: pattern, below run_dir, of the
-    files that committed checkpoints have; their newest change is what an attempt achieved (None: nothing looks at it).
+    working_dir: where the command runs.
     supervisor: a command that starts the ranks of a node, given `--nproc N -- COMMAND`: srun then starts one of it on each
     node, such as `("python", "-m", "forge_resilience.supervise")`, instead of the ranks.
     broken_nodes: a command that gets run_dir as its last argument and prints, with commas between them, the nodes that the
@@ -172,11 +168,11 @@ class JobFacts(Checked):
     run_dir: str
     script: str
     working_dir: str
-    save_limit_seconds: float = field(
-        300.0, between=(0, _MAX_LEAD_SECONDS - _EARLY_SECONDS), positive=True
-    )
+    save_limit_seconds: float = field(300.0, between=_SAVE_SECONDS, positive=True)
     """the longest save"""
     checkpoints: str | None = "checkpoints/step-*/manifest.json"
+    """pattern, below run_dir, of a file that each committed checkpoint has, by default of forge-ckpt. Its newest change
+    is the progress of an attempt: where no file matches, two stops in a row end the job with 70. None: nothing looks"""
     supervisor: tuple[str, ...] = ()
     broken_nodes: tuple[str, ...] = ()
 
@@ -222,12 +218,8 @@ def _number_problems(c: SlurmConfig) -> Iterator[Problem]:
         rule = "must be a number or a range such as '3-4'"
         yield Problem("nodes", "format", c.nodes, rule, "use nodes = 1")
 
-    limit = c.time_limit
-    if (
-        limit is not None
-        and str(limit).upper() not in ("UNLIMITED", "INFINITE")
-        and not seconds_of(limit)
-    ):
+    limit = "UNLIMITED" if c.time_limit is None else c.time_limit
+    if str(limit).upper() not in ("UNLIMITED", "INFINITE") and not seconds_of(limit):
         rule, fix = "must be minutes or 'D-HH:MM:SS'", "use '12:00:00' for twelve hours"
         yield Problem("time_limit", "format", limit, rule, fix)
 
@@ -278,9 +270,8 @@ def _option_problems(c: SlurmConfig) -> Iterator[Problem]:
     yield from _container_problems(c.container)
 
 
-def _container_problems(words: Iterable[str]) -> Iterator[Problem]:
+def _container_problems(words: Sequence[str]) -> Iterator[Problem]:
     """`bash -c` takes the command as its own arguments, and a pipe hides signals and the exit code."""
-    words = list(words)
     shell = bool(words) and words[0].rpartition("/")[2] in ("sh", "bash", "zsh", "dash")
     if shell and "-c" in words:
         rule = "must end so that the command can follow, and a shell -c loses signals and exit code"
@@ -288,7 +279,9 @@ def _container_problems(words: Iterable[str]) -> Iterator[Problem]:
         yield Problem("container", "shell", shlex.join(words), rule, fix)
     if "|" in words:
         rule = "must be one command, and a pipe loses signals"
-        yield Problem("container", "pipe", words, rule, "the batch script keeps the log anyway")
+        yield Problem(
+            "container", "pipe", list(words), rule, "the batch script keeps the log anyway"
+        )
 
 
 def _array_problems(c: SlurmConfig) -> Iterator[Problem]:

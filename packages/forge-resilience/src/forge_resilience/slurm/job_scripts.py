@@ -22,10 +22,6 @@ from forge_resilience.slurm.site import job_warnings, limit_problem
 if TYPE_CHECKING:
     from forge_resilience.supervise.watch import WatchConfig
 
-__all__ = [
-    "SlurmFlags", "check_limits", "make_scripts", "orchestrator_command", "queued_jobs", "small_job", "with_retries",
-]  # fmt: skip
-
 #: Scripts of a run's jobs, in one folder.
 _JOB, _ORCHESTRATED, _ORCHESTRATOR = "job.sh", "orchestrated.sh", "orchestrator.sh"
 
@@ -109,9 +105,9 @@ def make_scripts(
     An orchestrated job is kept in the queue at one of `sizes`, by the command or by a small job that runs it, and `journal`
     gets an event for each action. `warn` gets what `check_limits` returns. ValueError for a job that cannot run.
     """
-    if flags.orchestrate and config.array:
-        raise invalid("array", "batch", ..., "must go without --orchestrate", "leave it out")
     if flags.orchestrate:
+        if config.array:
+            raise invalid("array", "batch", ..., "must go without --orchestrate", "leave it out")
         config = replace(config, on_stop="leave", nodes=max(sizes))
     elif config.array_run_dirs:
         own = f"--run.dir={facts.run_dir}/task-%a"
@@ -144,22 +140,17 @@ def queued_jobs(flags: SlurmFlags, facts: JobFacts) -> list[tuple[str, str]]:
 def small_job(config: SlurmConfig) -> SlurmConfig:
     """Return the resources of the orchestrator's own job: one core of one node, restarted after each end."""
     own = config.orchestrator
-    return SlurmConfig(
-        **{name: getattr(config, name) for name in ("account", "qos", "prologue", "environment")},
-        tasks_per_node=1,
-        cpus_per_task=1,
-        time_limit=own.time_limit,
-        partition=own.partition or config.partition,
-        max_restarts=10**6,
-    )
+    kept = {name: getattr(config, name) for name in ("account", "qos", "prologue", "environment")}
+    kept |= {"time_limit": own.time_limit, "partition": own.partition or config.partition}
+    return SlurmConfig(**kept, tasks_per_node=1, cpus_per_task=1, max_restarts=10**6)
 
 
 def orchestrator_command(
     config: SlurmConfig, script: str, sizes: Sequence[int], name: str, journal: str
 ) -> list[str]:
     """Return the command that keeps a script's job in the queue on one of `sizes` nodes: `orchestrate`, without torch."""
-    flags = {"name": name, "sizes": ",".join(map(str, sizes)), "max-restarts": config.max_restarts}
-    flags |= {"journal": journal}
+    flags = {"name": name, "sizes": ",".join(map(str, sizes)), "journal": journal}
+    flags |= {"max-restarts": config.max_restarts}
     flags |= {key.replace("_", "-"): getattr(config.orchestrator, key) for key in FLAGS}
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
     return [sys.executable, "-m", "forge_resilience.slurm", script, *words]

@@ -25,8 +25,6 @@ from forge_resilience.slurm.client import JobRow, Queue, QueueDown, QueueRefusal
 from forge_resilience.slurm.config import OrchestratorConfig
 from forge_resilience.slurm.state_files import OrchestratorState, read_ends, state_path
 
-__all__ = ["OrchestratorConfig", "chain_name", "orchestrate"]
-
 #: Ends that are not the job's own doing. A time limit is met when a save took too long.
 _LOST = {"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED"}
 _NOW_SECONDS = 5.0  # Slurm's answer "at once" is the time of its last look
@@ -55,8 +53,12 @@ def orchestrate(
     The script must not continue itself (`SlurmConfig(on_stop="leave")`): it leaves with 75 when it was stopped by USR1,
     TERM or a lost node, and appends a line `<job id> <exit code>` to `ends-<name>` in its folder when it ends, for an
     orchestrator that was away longer than Slurm remembers. 75, Slurm's own ends (node failure, preemption, time limit), and 71 if
-    the journal names nodes to leave out, are followed by another submission, at most `max_restarts` times; every other
-    code is returned, and 1 for a job that a user cancelled. What it does is recorded in the journal.
+    the journal names nodes to leave out, are followed by another submission, at most `max_restarts` times. Every other
+    code is returned; 1 for a job that a user cancelled, and for one whose restarts are used up (a script that goes on by
+    itself ends with 75 then). What it does is recorded in the journal.
+
+    Restarts are counted over all calls for this name, in `orchestrator-<name>.json` next to the script: remove that file,
+    while none runs, to count from 0 again. 70 comes from the script, which counts in `lives-<name>`: remove that too.
     `stopped` turning true makes it return 75 and leave the job running; started again, it finds the job.
 
     Raises ValueError for sizes or a name that cannot be, QueueRefusal when Slurm rejects the script.
@@ -82,18 +84,16 @@ def orchestrate(
         queue=Queue(),
     )
 
-    while True:
-        code = own.look()
+    while (code := own.look()) is None:
         deadline = time.monotonic() + config.poll_seconds
-        while code is None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             if stopped():
                 own.report(
-                    "stopped; the job goes on, and so does this command when it is started again"
+                    "stopped; the job goes on; so does this command when it is started again"
                 )
                 return int(ExitCode.REQUEUE)
             time.sleep(min(0.5, config.poll_seconds))
-        if code is not None:
-            return code
+    return code
 
 
 @dataclass(kw_only=True)
@@ -113,9 +113,8 @@ class _Orchestrator:
         self.path = state_path(self.script, self.name)
         self._seen: tuple[int, str] | None = None  # job and state of the last look
         self._since = 0.0  # when they were seen first
-        self._free: tuple[int, float] | None = (
-            None  # a larger size that is possible, and since when
-        )
+        # a larger size that is possible, and since when
+        self._free: tuple[int, float] | None = None
         self._reported = 0  # the job whose long wait was reported
         self._is_down = False
 
@@ -142,15 +141,12 @@ class _Orchestrator:
         """`look` without the handling of a silent controller."""
         rows = self.queue.jobs(self.name)
         live = [row for row in rows if row.is_live]
-        written = [
-            JobRow(job, "FAILED" if code else "COMPLETED", 0, code)
-            for job, code in read_ends(self.script, self.name)
-        ]  # also of jobs that Slurm has forgotten
-        ends = [row for row in [*rows, *written] if not row.is_live]
+        ends = [row for row in rows if not row.is_live]
+        for job, code in read_ends(self.script, self.name):  # also of jobs that Slurm has forgotten
+            ends.append(JobRow(job, "FAILED" if code else "COMPLETED", 0, code))
 
-        if self.state is None and (found := self._read()) is not None:
-            self.state = found
-        elif self.state is None:  # jobs that ended before the first submission are not of this run
+        self.state = self.state or self._read()
+        if self.state is None:  # jobs that ended before the first submission are not of this run
             self._save(OrchestratorState(handled=max((row.job for row in ends), default=0)))
 
         for extra in live[1:]:  # its submission got no answer; `singleton` has kept it waiting
@@ -169,9 +165,7 @@ class _Orchestrator:
         """Submit the job; the next look sees whether Slurm accepted it."""
         size, excluded = self._choose_size(), self._memory.excluded
         try:
-            # one chain: the script counts the attempts of all jobs together
-            chain = {"FORGE_CHAIN": self.name}
-            job = self.queue.submit(self.script, size, self.name, excluded, chain)
+            job = self.queue.submit(self.script, size, self.name, excluded)
         except QueueRefusal as error:
             if not self._memory.restarts:
                 raise
@@ -278,19 +272,18 @@ class _Orchestrator:
         own = row.state == "CANCELLED" and row.job in known.withdrawn
         stopped = row.state == "FAILED" and row.code == ExitCode.REQUEUE
         broken = self._broken_nodes(row)
-        history = History(
-            may_help=own or stopped or bool(broken) or row.state in _LOST,
-            restarts=known.restarts,
-            max_restarts=self.max_restarts,
-        )
+        may_help = own or stopped or bool(broken) or row.state in _LOST
+        counts = {"restarts": known.restarts, "max_restarts": self.max_restarts}
+        history = History(may_help=may_help, **counts)
         ended = f"job {row.job} ended as {row.state} with code {row.code}"
 
         if (reason := may_restart(history)) is not None:
             self._update(handled=row.job)
-            if reason is NoRestart.FINAL:
-                self.report(f"{ended}, which starting again does not fix")
+            if reason is NoRestart.EXCLUDED:
+                self.report(f"{ended}, and is not started again")
                 return 1 if row.state == "CANCELLED" else row.code or 1
-            self.report(f"{ended}, after {known.restarts} restarts, as many as are allowed")
+            used = f"after {known.restarts} restarts, as many as are allowed"
+            self.report(f"{ended}, {used}: remove {self.path} to count anew")
             return 1
 
         excluded = (*known.excluded, *broken)

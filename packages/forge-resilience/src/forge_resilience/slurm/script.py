@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from forge_resilience._shared.problems import invalid
-from forge_resilience.exit_codes import ExitCode
+from forge_resilience.exit_codes import FINAL_CODES, ExitCode
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
 
-__all__ = ["batch_script", "directive", "expanded", "interactive_commands"]
-
-#: Exit codes that starting again does not fix.
-_FINAL = sorted({code for code in ExitCode if code > 1} - {ExitCode.REQUEUE})
-
+#: Options of sbatch and salloc for keys of SlurmConfig that may be None.
+_RESOURCES = {
+    "--cpus-per-task": "cpus_per_task", "--mem": "memory", "--time": "time_limit", "--partition": "partition",
+    "--account": "account", "--qos": "qos", "--mail-user": "mail_user", "--mail-type": "mail_type",
+}  # fmt: skip
 #: Variables in which srun reads its options about GPUs, and sbatch leaves those of the job: SLURM_GPUS of --gpus.
 _OF_GPUS = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "GPU_FREQ", "CPUS_PER_GPU",
             "NTASKS_PER_GPU", "GRES", "TRES_PER_TASK")  # fmt: skip
@@ -49,7 +49,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
         *([_fill(values, "record_end")] if leaves else []),
         _fill(values, "signals"),
         _environment(config, values),
-        _fill(values, "no_progress" if facts.checkpoints is None else "progress"),
+        _fill(values, "no_checkpoints" if facts.checkpoints is None else "progress"),
         _fill(values, "exclude_nodes"),
         _fill(values, "again", *carry_on, "again_end"),
         _fill(values, "lost_node"),
@@ -75,8 +75,7 @@ def interactive_commands(
 
     values = _values(config, command, facts)
     salloc = ["salloc", f"--signal=USR1@{facts.lead_seconds}"]
-    for option, value in _resources(config, facts):
-        salloc.append(option if value is None else f"{option}={value}")
+    salloc += [o if value is None else f"{o}={value}" for o, value in _resources(config, facts)]
 
     lines = [
         "#!/bin/bash",
@@ -92,12 +91,11 @@ def interactive_commands(
 
 def _check_time_limit(config: SlurmConfig, facts: JobFacts) -> None:
     """ValueError for a time limit that leaves no time before the save."""
-    seconds = None if config.time_limit is None else seconds_of(config.time_limit)
-    if seconds is not None and seconds <= facts.lead_seconds:
-        rule = (
-            f"must be longer than save_limit_seconds {facts.save_limit_seconds:g} and the minute that Slurm's clock is "
-            f"early ({facts.lead_seconds} s): the job would be asked to stop at once"
-        )
+    seconds, lead = seconds_of(config.time_limit or ""), facts.lead_seconds
+    if seconds is not None and seconds <= lead:
+        save = f"save_limit_seconds {facts.save_limit_seconds:g}"
+        early = f"the minute that Slurm's clock is early ({lead} s)"
+        rule = f"must be longer than {save} and {early}: the job would be asked to stop at once"
         fix = "use a longer limit or a lower save_limit_seconds"
         raise invalid("time_limit", "lead", config.time_limit, rule, fix)
 
@@ -116,18 +114,9 @@ def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str 
     options = list(config.sbatch_options)
     if config.gpus_per_node:
         options.insert(0, config.gpus_option.format(gpus=config.gpus_per_node))
-    for key, number in (
-        ("--cpus-per-task", config.cpus_per_task),
-        ("--mem", config.memory),
-        ("--time", config.time_limit),
-        ("--partition", config.partition),
-        ("--account", config.account),
-        ("--qos", config.qos),
-        ("--mail-user", config.mail_user),
-        ("--mail-type", config.mail_type),
-    ):
-        if number is not None:
-            yield key, str(number)
+    for key, name in _RESOURCES.items():
+        if (value := getattr(config, name)) is not None:
+            yield key, str(value)
 
     for option in options:
         name, _, value = option.partition("=")
@@ -174,13 +163,12 @@ def _values(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> dic
     cache = shlex.quote(os.path.join(folder, "cache"))
     task = '/"task-$SLURM_ARRAY_TASK_ID"' if config.array_run_dirs else ""
     element = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # the job id of the last element means the whole array"
-    how = {
-        "requeue": "back into the queue",
-        "resubmit": "the next job goes on",
-        "leave": "leaving with code 75 to whoever submitted this job",
-    }
+    how = {"requeue": "back into the queue", "resubmit": "the next job goes on"}
+    how["leave"] = "leaving with code 75 to whoever submitted this job"
 
-    final = [c for c in _FINAL if c != ExitCode.HARDWARE or not _excludes_nodes(config, facts)]
+    own_cases = {ExitCode.DONE, ExitCode.REQUEUE}
+    if _excludes_nodes(config, facts):
+        own_cases.add(ExitCode.HARDWARE)
     asked = {option[2:].upper().replace("-", "_") for option, _ in _resources(config, facts)}
     options, ranks = _srun(config, command, facts)
 
@@ -199,7 +187,7 @@ def _values(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> dic
         "HOW": how[config.on_stop],
         "ELEMENT": '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else "",
         "COMMAND": _bash_command(config, facts.broken_nodes) + ' "$run"',
-        "FINAL": " | ".join(str(int(code)) for code in final),
+        "END_CODES": " | ".join(str(int(code)) for code in sorted(FINAL_CODES - own_cases)),
         "RETRIES": config.retries,
         # whoever submits a job that leaves counts its attempts
         "MAX_RESTARTS": 10**9 if config.on_stop == "leave" else config.max_restarts,
@@ -217,10 +205,8 @@ def _environment(config: SlurmConfig, values: Mapping[str, object]) -> str:
     """Variables of the ranks, and the lines of the site."""
     cores = ["environment_cores"] if config.cpus_per_task else []
     prologue = ["prologue"] if config.prologue else []
-    own = [
-        f"export {name}={expanded(value)}  # slurm.environment"
-        for name, value in config.environment.items()
-    ]
+    set_to = {name: expanded(value) for name, value in config.environment.items()}
+    own = [f"export {name}={value}  # slurm.environment" for name, value in set_to.items()]
     return "\n".join([_fill(values, "environment", *cores, *prologue), *own])
 
 
@@ -259,9 +245,8 @@ def _bash_command(config: SlurmConfig, command: Sequence[str]) -> str:
 
 def _of_element(word: str) -> str:
     """Quote `word` for bash, with the element of the array for each %a."""
-    return '"$SLURM_ARRAY_TASK_ID"'.join(
-        shlex.quote(part) if part else "" for part in word.split("%a")
-    )
+    parts = (part and shlex.quote(part) for part in word.split("%a"))
+    return '"$SLURM_ARRAY_TASK_ID"'.join(parts)
 
 
 def expanded(text: str) -> str:
@@ -275,7 +260,6 @@ def directive(option: str, value: str | None = None) -> str:
     """Return a line `#SBATCH --option=value`; sbatch reads quotes and backslashes as a shell does, and no variables."""
     if value is None:
         return f"#SBATCH {option}"
-    plain = re.fullmatch(r"[\w./:@,+%=\-]+", value, re.ASCII)
-    return f"#SBATCH {option}=" + (
-        value if plain else '"' + re.sub(r'([\\"])', r"\\\1", value) + '"'
-    )
+    if not re.fullmatch(r"[\w./:@,+%=\-]+", value, re.ASCII):
+        value = '"' + re.sub(r'([\\"])', r"\\\1", value) + '"'
+    return f"#SBATCH {option}={value}"

@@ -20,20 +20,6 @@ from forge_resilience.health.probes import BROKEN, MISSING, OK, Finding
 from forge_resilience.slurm.client import answer, call
 from forge_resilience.slurm.config import SlurmConfig, seconds_of
 
-__all__ = [
-    "NoNodes",
-    "controller",
-    "find_site",
-    "grace_warnings",
-    "job_warnings",
-    "limit_problem",
-    "read_site",
-    "shared_files",
-    "site_path",
-    "site_text",
-    "unseen_files",
-]
-
 _FOLDER = "~/.config/forge"
 # A line for each argument: the node, and a checksum of how a file begins, or of the names in a folder.
 _LOOK = """
@@ -85,32 +71,29 @@ def job_warnings(config: SlurmConfig, save_limit_seconds: float) -> list[str]:
     warnings = grace_warnings(save_limit_seconds, config.partition)
     if not config.gpus_per_node and not any("gpu" in option for option in config.sbatch_options):
         limit = config.time_limit or "that of the partition"
-        warnings.append(
-            f"the job asks for no GPU: nodes {config.nodes}, tasks on each {config.ranks_per_node}, time limit {limit}; set "
-            "more in [slurm], or once for all jobs in a site file (forge-train doctor --init)"
-        )
+        asked = f"nodes {config.nodes}, tasks on each {config.ranks_per_node}, time limit {limit}"
+        fix = "set more in [slurm], or once for all jobs in a site file (forge-train doctor --init)"
+        warnings.append(f"the job asks for no GPU: {asked}; {fix}")
     return warnings
 
 
 def grace_warnings(save_limit_seconds: float, partition: str | None = None) -> list[str]:
     """Return warnings of kills that come before a save of that length ends. Empty without Slurm; cost: two queries."""
-    warnings = []
+    warnings, limit = [], f"below resilience.save_limit_seconds {save_limit_seconds:g}"
     wait = re.search(r"^KillWait\s*=\s*(\d+)", answer("scontrol", "show", "config"), re.MULTILINE)
     if wait and int(wait[1]) < save_limit_seconds:
         warnings.append(
-            f"KillWait of this site is {wait[1]} s, below resilience.save_limit_seconds {save_limit_seconds:g}: scancel, "
-            "scontrol requeue and a node that fails may kill ranks that have not saved yet; the signal before the time "
-            "limit comes early enough"
+            f"KillWait of this site is {wait[1]} s, {limit}: scancel, scontrol requeue and a node that fails may kill "
+            "ranks that have not saved yet; the signal before the time limit comes early enough"
         )
 
     for line in _partitions(partition):
         grace, mode = line.get("GraceTime", ""), line.get("PreemptMode", "OFF")
         if grace.isdecimal() and int(grace) < save_limit_seconds and mode not in ("OFF", "SUSPEND"):
-            warnings.append(
-                f"partition {line['PartitionName']} preempts jobs ({mode}) after a GraceTime of {grace} s, below "
-                f"resilience.save_limit_seconds {save_limit_seconds:g}: a preempted job may lose the steps since its last "
-                "checkpoint; save more often, or use a partition with more grace"
-            )
+            what = f"partition {line['PartitionName']} preempts jobs ({mode}) after a GraceTime of {grace} s"
+            loss = "a preempted job may lose the steps since its last checkpoint"
+            fix = "save more often, or use a partition with more grace"
+            warnings.append(f"{what}, {limit}: {loss}; {fix}")
     return warnings
 
 
@@ -134,9 +117,8 @@ def site_text() -> str:
     """Make the text of a site file from Slurm's default partition and this user's accounts. Raises RuntimeError without a Slurm."""
     partitions = _partitions(None, every=True)
     if not partitions:
-        raise RuntimeError(
-            "scontrol show partition lists none; run this where sbatch works, on a login node"
-        )
+        fix = "run this where sbatch works, on a login node"
+        raise RuntimeError(f"scontrol show partition lists none; {fix}")
     chosen = next((p for p in partitions if p.get("Default") == "YES"), partitions[0])
 
     name = chosen["PartitionName"]
@@ -148,18 +130,11 @@ def site_text() -> str:
     cpus, gpus, kind = _node_of(name)
     if gpus:
         gres = f"--gres=gpu:{kind}:{{gpus}}" if kind else "--gres=gpu:{gpus}"
-        lines += [
-            f"gpus_per_node = {gpus}",
-            f'gpus_option = "{gres}"',
-            f"cpus_per_task = {max(1, cpus // gpus)}",
-        ]
+        lines += [f"gpus_per_node = {gpus}", f'gpus_option = "{gres}"']
+        lines.append(f"cpus_per_task = {max(1, cpus // gpus)}")
 
-    limit = chosen.get("MaxTime", "UNLIMITED")
-    lines.append(
-        f'time_limit = "{limit}"'
-        if limit != "UNLIMITED"
-        else '# time_limit = "1-00:00:00"  # no limit here'
-    )
+    limit, none = chosen.get("MaxTime", "UNLIMITED"), '# time_limit = "1-00:00:00"  # no limit here'
+    lines.append(none if limit == "UNLIMITED" else f'time_limit = "{limit}"')
     grace, mode = chosen.get("GraceTime", "0"), chosen.get("PreemptMode", "OFF")
     if mode != "OFF":
         lines.append(f"# jobs are preempted ({mode}) {grace} s after their signal")
@@ -178,9 +153,8 @@ def site_text() -> str:
 def _account_lines() -> list[str]:
     """The line of the site file for this user's account."""
     user = os.environ.get("USER", "")
-    found = answer(
-        "sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account"
-    ).split()
+    command = ("sacctmgr", "--noheader", "--parsable2", "show", "assoc")
+    found = answer(*command, f"user={user}", "format=account").split()
     accounts = list(dict.fromkeys(found))
     if len(accounts) == 1:
         return [f'account = "{accounts[0]}"']
@@ -189,27 +163,22 @@ def _account_lines() -> list[str]:
 
 def _node_of(partition: str) -> tuple[int, int, str]:
     """(cores, GPUs, kind of GPU in gres) of the node of a partition with most GPUs."""
-    best = (0, 0, "")
-    for line in answer(
-        "sinfo", "--noheader", f"--partition={partition}", "--format=%c|%G"
-    ).splitlines():
+    found = [(0, 0, "")]
+    shown = answer("sinfo", "--noheader", f"--partition={partition}", "--format=%c|%G")
+    for line in shown.splitlines():
         cpus, _, gres = line.partition("|")
         gpu = re.search(r"\bgpu(?::([A-Za-z][\w.-]*))?:(\d+)", gres)
         cores = re.match(r"\d+", cpus.strip())
         kind = gpu[1] if gpu and gpu[1] else ""
-        here = (int(cores[0]) if cores else 1, int(gpu[2]) if gpu else 0, kind)
-        best = max(best, here, key=lambda node: (node[1], node[0]))
-    return best
+        found.append((int(cores[0]) if cores else 1, int(gpu[2]) if gpu else 0, kind))
+    return max(found, key=lambda node: (node[1], node[0]))
 
 
 def _partitions(name: str | None, every: bool = False) -> list[dict[str, str]]:
     """Fields of a partition, by default of the default partition."""
     text = answer("scontrol", "--oneliner", "show", "partition", *([name] if name else []))
-    found = [
-        dict(re.findall(r"(\w+)=(\S*)", line))
-        for line in text.splitlines()
-        if "PartitionName=" in line
-    ]
+    lines = [line for line in text.splitlines() if "PartitionName=" in line]
+    found = [dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines]
     return found if every or name else [p for p in found if p.get("Default") == "YES"]
 
 
@@ -276,18 +245,15 @@ def unseen_files(
             os.stat(path)
         files = [*paths, *(probes.enter_context(_temporary_file(folder)) for folder in written)]
         look = ["env", "LC_ALL=C", "sh", "-c", _LOOK, "sh", *files]
-        here = _checksums_by_node(
-            subprocess.run(look, capture_output=True, text=True, check=True).stdout
-        )
+        own = subprocess.run(look, capture_output=True, text=True, check=True).stdout
         seen = _checksums_by_node(_run_on_nodes(look, config, nodes, wait_seconds))
 
     if len(seen) < nodes or any(len(sums) != len(files) for sums in seen.values()):
-        raise NoNodes(
-            f"{len(seen)} of {nodes} nodes answered; look at sinfo, or ask for a partition with more nodes"
-        )
-    (mine,) = here.values()
+        fix = "look at sinfo, or ask for a partition with more nodes"
+        raise NoNodes(f"{len(seen)} of {nodes} nodes answered; {fix}")
+    (mine,), names = _checksums_by_node(own).values(), (*paths, *written)
     return {
-        node: [path for path, a, b in zip((*paths, *written), mine, sums) if a != b]
+        node: [path for path, a, b in zip(names, mine, sums) if a != b]
         for node, sums in sorted(seen.items())
     }
 
@@ -306,10 +272,8 @@ def _run_on_nodes(
     command: Sequence[str], config: SlurmConfig, nodes: int, wait_seconds: int
 ) -> str:
     """Run a command on `nodes` nodes, of this job or of a new one, and return its output."""
-    srun = [
-        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
-        *("--quiet", "--chdir=/"),
-    ]
+    srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+    srun += ["--quiet", "--chdir=/"]
     inside = "SLURM_JOB_ID" in os.environ
     if inside:
         srun.append("--overlap")

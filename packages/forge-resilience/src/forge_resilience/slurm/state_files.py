@@ -1,7 +1,8 @@
 """Files next to a batch script that outlive a killed orchestrator: its state, and the ends of jobs.
 
 `orchestrator-NAME.json` is written here only. `ends-NAME` is written by the section `record_end` of batch.sh, with a line
-`JOB CODE` for each end, and read here. (`lives-JOB`, a line for each attempt, is written and read by batch.sh only.)
+`JOB CODE` for each end, and read here. (`lives-CHAIN`, a line for each attempt of the jobs of
+one chain, is written and read by batch.sh only. The chain of an orchestrated run is its name, else its first job.)
 """
 
 from __future__ import annotations

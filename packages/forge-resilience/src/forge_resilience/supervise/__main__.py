@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from forge_resilience._shared.streams import tolerate
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.supervise.guard import run_guarded
 from forge_resilience.supervise.supervisor import supervise
 from forge_resilience.supervise.watch import WatchConfig
+
+_WRONG_COMMAND = (FileNotFoundError, NotADirectoryError, PermissionError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def run(guard: int | None) -> int:
         try:
             config = WatchConfig(**{f.name: getattr(own, f.name) for f in fields(WatchConfig)})
+
             return supervise(
                 command,
                 own.nproc,
@@ -38,16 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
                 grace_seconds=own.grace_seconds,
                 guard=guard,
             ).code
-        except (ValueError, OSError) as error:
+        except (ValueError, *_WRONG_COMMAND) as error:
             return _print_problems(error)
+        except OSError as error:  # it may pass, such as a full disk: 78 would be the end of the job
+            return _print_problems(error, ExitCode.ERROR)
 
     return run_guarded(run, own.grace_seconds)
 
 
-def _print_problems(error: Exception) -> int:
+def _print_problems(error: Exception, code: ExitCode = ExitCode.CONFIG_ERROR) -> int:
     for line in str(error).splitlines():
         print(f"supervise: {line}", file=sys.stderr)
-    return ExitCode.CONFIG_ERROR
+    return code
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,61 +65,40 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         "python -m forge_resilience.supervise",
         usage="%(prog)s [options] -- COMMAND ...",
-        description="Start COMMAND, watch its ranks by their heartbeats, and start them again in place.",
-        epilog="exit codes: that of the ranks; 1 after a hang, 70 after two attempts without progress, 78 for a wrong "
-        "option; a stop signal is handed on and never leads to a restart",
+        description="Start COMMAND, watch its ranks by their heartbeats, and start them again on this node.",
+        epilog="exit codes: that of the ranks; 1 after a hang or an error of this host, 70 after two attempts without "
+        "progress, 78 for a wrong option or command; a stop signal is handed on and never leads to a restart",
     )
-    parser.add_argument(
-        "--nproc", type=int, help="start N ranks (of this node, under srun); else COMMAND once"
-    )
+    add = parser.add_argument
+    add("--nproc", type=int, help="start N ranks (of this node, under srun); else COMMAND once")
 
+    own: dict[str, dict[str, Any]] = {
+        "limits": {"type": _limits, "default": {}, "metavar": "PHASE=SECONDS,..."},
+        "action": {"choices": ["off", "report", "restart"], "default": "restart"},
+    }
     for field in fields(WatchConfig):
-        text, name = field.metadata["help"], f"--{field.name}"
-        if field.name == "limits":
-            parser.add_argument(
-                name, type=_limits, default={}, metavar="PHASE=SECONDS,...", help=text
-            )
-        elif field.name == "action":
-            parser.add_argument(
-                name, choices=["off", "report", "restart"], default="restart", help=text
-            )
-        else:
-            parser.add_argument(name, type=type(field.default), default=field.default, help=text)
+        options = {"type": type(field.default), "default": field.default}
+        add(f"--{field.name}", help=field.metadata["help"], **own.get(field.name, options))
 
-    parser.add_argument(
-        "--journal", metavar="FILE", help="an events.jsonl that gets hang, restart, no_progress"
-    )
-    parser.add_argument(
-        "--heartbeats", metavar="DIR", help="folder of the heartbeats, on this host"
-    )
-
-    parser.add_argument(
-        "--expect_heartbeats",
-        action="store_true",
-        help="COMMAND writes them: without any it is late in its start",
-    )
-    parser.add_argument(
-        "--grace_seconds",
-        type=float,
-        default=10.0,
-        help="from SIGTERM to SIGKILL, when a rank has failed; a stop signal that is handed on is followed by none, as "
-        "ranks may save",
-    )
+    text = "an events.jsonl that gets hang, restart, no_progress"
+    add("--journal", metavar="FILE", help=text)
+    add("--heartbeats", metavar="DIR", help="folder of the heartbeats, on this host")
+    text = "COMMAND writes them: without any it is late in its start"
+    add("--expect_heartbeats", action="store_true", help=text)
+    text = "from SIGTERM to SIGKILL, when a rank has failed; none follows a stop signal that is handed on, as ranks may save"
+    add("--grace_seconds", type=float, default=10.0, help=text)
     return parser
 
 
 def _limits(text: str) -> dict[str, float]:
     """Parse PHASE=SECONDS,..."""
-    try:
+    with contextlib.suppress(ValueError):
         pairs = [part.split("=") for part in text.split(",")]
         limits = {phase: float(seconds) for phase, seconds in pairs}
-        if len(limits) < len(pairs):
-            raise ValueError
-        return limits
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} must read like save=900,step=60, each phase once"
-        ) from None
+        if len(limits) == len(pairs):
+            return limits
+    rule = "must read like save=900,step=60, each phase once"
+    raise argparse.ArgumentTypeError(f"{text!r} {rule}")
 
 
 if __name__ == "__main__":

@@ -11,16 +11,8 @@ from collections.abc import Callable
 
 from forge_resilience._shared.parents import die_with
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.procfs import (
-    adopt_orphans,
-    descendants,
-    detached,
-    end_descendants,
-)
-
-__all__ = ["run_guarded"]
-
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+from forge_resilience.procfs import adopt_orphans, descendants, detached, end_descendants, send
+from forge_resilience.stop import STOP_SIGNALS, install_handlers
 
 
 def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -> int:
@@ -36,7 +28,7 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     parent = os.getpid()
     others = set(descendants(parent))  # started before, and not ours to end
 
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until both have handlers
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until both have handlers
 
     pid = os.fork()
     if pid == 0:
@@ -56,9 +48,7 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
                     stream.flush()
             os._exit(code)
 
-    for number in _SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda received, _: _send_signal(pid, received))
+    install_handlers(lambda number, _: send(pid, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -67,18 +57,10 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
         end_descendants(0.0, others | (detached() if code == ExitCode.DONE else set()))
         return code
 
-    died = time.monotonic()
+    died, name = time.monotonic(), signal.Signals(-code).name
     count = end_descendants(grace_seconds, others)
+    ended = f"ended {count} processes below it in {time.monotonic() - died:.1f} s"
+    text = f"supervise: the supervisor (pid {pid}) died by {name}; {ended}"
     with contextlib.suppress(OSError):
-        print(
-            f"supervise: the supervisor (pid {pid}) died by {signal.Signals(-code).name}; ended {count} processes "
-            f"below it in {time.monotonic() - died:.1f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(text, file=sys.stderr, flush=True)
     return ExitCode.ERROR
-
-
-def _send_signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)

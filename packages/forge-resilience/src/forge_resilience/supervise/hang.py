@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -17,8 +18,6 @@ from forge_resilience.heartbeat import HeartbeatRecord, read_heartbeats
 from forge_resilience.procfs import catches, process_start, signal_process, state
 from forge_resilience.supervise.watch import Late
 
-__all__ = ["Hang", "Stack", "collect_stacks", "describe_hang"]
-
 _MOST_FRAMES = 12
 _RECORDERS = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -29,6 +28,8 @@ _WAITS = {"wait", "wait_tensor", "synchronize", "barrier"}
 _WRAPPERS = {"wrapper", "_fn", "inner"}
 _MOST_BYTES = 2**26
 _DEEP = 10  # frames from the top in which a collective is looked for
+#: Of a rank that has written none.
+_NO_HEARTBEAT = HeartbeatRecord(-1, 0, 0, "start", None, 0.0, 0, 0, "", 0.0, 0)
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,9 @@ class Stack:
     @property
     def place(self) -> str:
         """`function (file:line)` of the innermost frame that is not of a library."""
-        frames = self.frames
-        own = [
-            f
-            for f in frames
-            if not f[0].startswith((_STDLIB, "<frozen")) and "/site-packages/" not in f[0]
-        ]
-        for file, line, function in own or frames:
+        frames = [f for f in self.frames if not f[0].startswith((_STDLIB, "<frozen"))]
+        own = [f for f in frames if "/site-packages/" not in f[0]]
+        for file, line, function in own or self.frames:
             return f"{function} ({file}:{line})"
         return ""
 
@@ -77,14 +74,10 @@ def collect_stacks(
     """
     waiting: dict[int, tuple[Path, int]] = {}
     for heartbeat in heartbeats:
-        path = folder / f"rank-{heartbeat.rank:05d}.stacks"
+        path, pid = folder / f"rank-{heartbeat.rank:05d}.stacks", heartbeat.pid
         size = len(_read_stacks(path))
-        answers = (
-            path.exists()
-            and catches(heartbeat.pid, signal.SIGUSR2)
-            and state(heartbeat.pid)[0] not in "Tt"
-        )
-        if answers and signal_process(heartbeat.pid, heartbeat.process_start, signal.SIGUSR2):
+        answers = path.exists() and catches(pid, signal.SIGUSR2) and state(pid)[0] not in "Tt"
+        if answers and signal_process(pid, heartbeat.process_start, signal.SIGUSR2):
             waiting[heartbeat.rank] = path, size
 
     found: dict[int, Stack] = {}
@@ -101,10 +94,9 @@ def collect_stacks(
 
 
 def _read_stacks(path: Path) -> bytes:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return read_regular(path, _MOST_BYTES)
-    except (OSError, ValueError):
-        return b""
+    return b""
 
 
 # ---- the report
@@ -116,39 +108,25 @@ class _Rank:
 
     rank: int
     pid: int
-    heartbeat: HeartbeatRecord | None
+    heartbeat: HeartbeatRecord
     letter: str
     words: str
     seconds: float
     stack: Stack
-    ended: int | None = None
 
     def describe(self) -> str:
         """One line about the rank: phase, step, seconds, state, place."""
-        if self.ended is not None:
-            return f"rank {self.rank} has ended with code {self.ended}"
-        phase, step = (
-            ("start", None)
-            if self.heartbeat is None
-            else (self.heartbeat.phase, self.heartbeat.step)
+        heartbeat, collective, place = self.heartbeat, self.stack.collective, self.stack.place
+        parts = (
+            f"rank {self.rank} (pid {self.pid}), phase {heartbeat.phase}",
+            "" if heartbeat.step is None else f"step {heartbeat.step}",
+            heartbeat.background and f"{heartbeat.background} in the background",
+            f"{self.seconds:.1f} s without an entry",
+            self.words,
+            collective and f"waits for other ranks in {collective}",
+            place and f"in {place}",
         )
-        parts = [f"rank {self.rank} (pid {self.pid})", f"phase {phase}"]
-
-        if step is not None:
-            parts.append(f"step {step}")
-        if self.heartbeat is not None and self.heartbeat.background:
-            parts.append(f"{self.heartbeat.background} in the background")
-        parts.append(f"{self.seconds:.1f} s without an entry")
-
-        if self.words:
-            parts.append(self.words)
-
-        collective, place = self.stack.collective, self.stack.place
-        if collective:
-            parts.append(f"waits for other ranks in {collective}")
-        if place:
-            parts.append(f"in {place}")
-        return ", ".join(parts)
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True)
@@ -173,11 +151,11 @@ def describe_hang(
     ended: Mapping[int, int],
     seconds: Mapping[int, float],
     environ: Mapping[str, str],
-    whole: bool = True,
+    has_all_ranks: bool = True,
 ) -> Hang:
     """Collect stacks of the ranks in `running` (rank -> pid) and find the one that the others wait for.
 
-    `whole`: whether they are all ranks of the job; else the late one may be elsewhere.
+    `has_all_ranks`: whether they are all ranks of the job; else the late one may be elsewhere.
     """
     heartbeats = {heartbeat.rank: heartbeat for heartbeat in read_heartbeats(folder)}
     alive = [b for b in heartbeats.values() if process_start(b.pid) == b.process_start]
@@ -185,28 +163,23 @@ def describe_hang(
 
     ranks = []
     for rank in sorted({*running, *(b.rank for b in alive)}):
-        heartbeat = heartbeats.get(rank)
-        pid = (
-            heartbeat.pid if heartbeat in alive and heartbeat is not None else running.get(rank, 0)
-        )
-        waited = seconds.get(rank, 0.0)
-        ranks.append(_Rank(rank, pid, heartbeat, *state(pid), waited, stacks.get(rank, Stack(""))))
+        heartbeat = heartbeats.get(rank, _NO_HEARTBEAT)
+        pid = heartbeat.pid if heartbeat in alive else running.get(rank, 0)
+        waited, stack = seconds.get(rank, 0.0), stacks.get(rank, Stack(""))
+        ranks.append(_Rank(rank, pid, heartbeat, *state(pid), waited, stack))
 
     culprit, why = _late_rank(ranks, late)
-    gone = [
-        _Rank(rank, 0, None, "X", "", 0.0, Stack(""), code) for rank, code in sorted(ended.items())
-    ]
-    heartbeat = culprit.heartbeat
-    phase = late.phase if culprit.rank == late.rank else heartbeat.phase if heartbeat else "start"
-    step = heartbeat.step if heartbeat else None
+    gone = [f"rank {rank} has ended with code {code}" for rank, code in sorted(ended.items())]
+    phase = late.phase if culprit.rank == late.rank else culprit.heartbeat.phase
+    step = culprit.heartbeat.step
     at = "" if step is None else f", step {step}"
-    elsewhere = not whole and bool(culprit.stack.collective)
+    elsewhere = not has_all_ranks and bool(culprit.stack.collective)
     what = "waits for a rank of another supervisor" if elsewhere else "is late"
     cause = f"rank {culprit.rank} {what}: phase {phase}{at}, {why}"
 
     lines = [
         f"hang: {cause}; no entry for {late.seconds:.1f} s, and the limit of {late.phase} is {late.limit:g} s",
-        *(f"  {one.describe()}" for one in [*ranks, *gone]),
+        *(f"  {text}" for text in [*(one.describe() for one in ranks), *gone]),
         *_flight_recorder(environ, [one.rank for one in ranks]),
     ]
 
@@ -230,16 +203,16 @@ def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
         if one.letter in "Tt" or (one.letter == "D" and not one.stack.text):
             return one, f"its process is {one.words}"
 
-    counts = {one.rank: one.heartbeat.entries if one.heartbeat else 0 for one in ranks}
+    counts = {one.rank: one.heartbeat.entries for one in ranks}
     behind = [one for one in ranks if counts[one.rank] == min(counts.values())]
     others = [one for one in ranks if one not in behind]
     busy = [one for one in behind if not one.stack.collective]
-    stuck = [one for one in behind if one.stack.collective]
+    waiting = [one for one in behind if one.stack.collective]
 
     places = Counter(one.stack.place for one in behind)
     common, most = places.most_common(1)[0]
     odd = [one for one in behind if one.stack.place not in ("", common)] if most > 1 else []
-    suspects = busy if stuck and busy else odd or behind
+    suspects = busy if waiting and busy else odd or behind
     chosen = next((one for one in suspects if one.rank == late.rank), suspects[0])
 
     where = chosen.stack.place and f", in {chosen.stack.place}"
@@ -248,8 +221,8 @@ def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
     if others:
         lag = min(counts[one.rank] for one in others) - counts[chosen.rank]
         return chosen, f"{lag} {'entry' if lag == 1 else 'entries'} behind the others{where}"
-    if busy and stuck:
-        return chosen, f"the others wait for it in {stuck[0].stack.collective}{where}"
+    if busy and waiting:
+        return chosen, f"the others wait for it in {waiting[0].stack.collective}{where}"
     if odd:
         return chosen, f"{most} others are together in {common}{where}"
     return chosen, f"{'makes no entry' if len(ranks) == 1 else 'no rank is behind another'}{where}"
@@ -265,16 +238,13 @@ def _flight_recorder(environ: Mapping[str, str], ranks: list[int]) -> list[str]:
     asked = [rank for rank in ranks if pipe and _write_pipe(f"{pipe}{rank}.pipe")]
     if asked:
         time.sleep(1.0)  # the recorder's thread looks once a second
-    if not asked:
-        return [
-            f"  flight recorder: no rank listens at {_PIPE}, so a dump is written only by torch's own time-out; set it to "
-            "be asked here"
-        ]
-
     path = Path(dump or "/tmp/nccl_trace_rank_")  # torch's default
-    return [
-        f"  flight recorder: ranks {asked} were asked for {path}RANK; torchfrtrace {path.parent} --prefix {path.name}"
-    ]
+    text = (
+        f"ranks {asked} were asked for {path}RANK; torchfrtrace {path.parent} --prefix {path.name}"
+    )
+    if not asked:
+        text = f"no rank listens at {_PIPE}, so a dump is written only by torch's own time-out; set it to be asked here"
+    return [f"  flight recorder: {text}"]
 
 
 def _write_pipe(path: str) -> bool:

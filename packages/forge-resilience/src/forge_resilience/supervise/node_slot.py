@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from forge_resilience._renamed import renamed
-from forge_resilience._shared.launch import RUN_NAME, STORE_FD, first_address, step_port
+from forge_resilience._shared.launch import first_address, step_port
 from forge_resilience._shared.problems import invalid
-from forge_resilience.local_workers import local_ranks
-
-__all__ = ["NodeSlot", "find_node_slot"]
+from forge_resilience.local_workers import local_ranks, rank_environs
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class NodeSlot:
     nproc: int | None
     node: int = 0
     nodes: int = 1
-    whole: bool = True
-    """Whether no other process is of the job: only then ranks can be started again in place."""
+    has_all_ranks: bool = True
+    """Whether no other process starts ranks of the job: only then this one can start them again."""
     hand_over_port: bool = False
     """Whether rank 0 takes MASTER_PORT as an open socket, as Forge's start-up does."""
 
@@ -44,24 +42,13 @@ class NodeSlot:
     def _of_node(self, environ: Mapping[str, str], nproc: int) -> list[dict[str, str]]:
         """Environments of the ranks of one node of several."""
         address = environ.get("MASTER_ADDR") or first_address(environ["SLURM_STEP_NODELIST"])
-        run = [
-            environ.get(name, "0")
-            for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        ]
-        port = step_port(*map(int, run))
-
-        shared = dict(environ) | {
-            "WORLD_SIZE": str(self.nodes * nproc),
-            "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
-            RUN_NAME: "-".join(run),
-            STORE_FD: "",
-        }
-        return [
-            shared | {"RANK": str(self.node * nproc + local), "LOCAL_RANK": str(local)}
-            for local in range(nproc)
-        ]
+        names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+        run = [environ.get(name, "0") for name in names]
+        port = environ.get("MASTER_PORT") or str(step_port(*map(int, run)))
+        first, world, name = self.node * nproc, self.nodes * nproc, "-".join(run)
+        return rank_environs(
+            environ, nproc, world, address=address, port=port, run=name, first=first
+        )
 
 
 def find_node_slot(nproc: int | None, environ: Mapping[str, str] = os.environ) -> NodeSlot:
@@ -74,7 +61,7 @@ def find_node_slot(nproc: int | None, environ: Mapping[str, str] = os.environ) -
 
     if nproc is None:
         given = "RANK" in environ and world != "1"
-        return NodeSlot(None, whole=not given and step_tasks == 1)
+        return NodeSlot(None, has_all_ranks=not given and step_tasks == 1)
     if "RANK" in environ and world != "1":
         rule = f"starts ranks, but a launcher started this process as rank {environ['RANK']} of {world}"
         raise invalid("nproc", "in_rank", nproc, rule, "leave nproc out to supervise this one")
@@ -86,7 +73,7 @@ def find_node_slot(nproc: int | None, environ: Mapping[str, str] = os.environ) -
         rule = f"starts the ranks of a node, and the Slurm step has {step_tasks} tasks on {nodes} nodes"
         fix = "use srun --ntasks-per-node=1, or leave nproc out"
         raise invalid("nproc", "step_tasks", nproc, rule, fix)
-    return NodeSlot(nproc, int(environ["SLURM_PROCID"]), nodes, whole=False)
+    return NodeSlot(nproc, int(environ["SLURM_PROCID"]), nodes, has_all_ranks=False)
 
 
 __getattr__ = renamed(__name__)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,15 +19,13 @@ from forge_resilience import procfs
 from forge_resilience._shared.locks import locked
 from forge_resilience._shared.paths import files_named, open_regular, user_path
 from forge_resilience.exit_codes import FINAL_CODES, ExitCode, History, NoRestart, may_restart
-from forge_resilience.heartbeat import FOLDER, read_heartbeats
+from forge_resilience.heartbeat import FOLDER, HeartbeatRecord, read_heartbeats
 from forge_resilience.journal import Journal, read_events
-from forge_resilience.local_workers import ExitStatus, run_workers
+from forge_resilience.local_workers import ExitStatus, rank_of, run_workers
 from forge_resilience.stop import StopSignal
 from forge_resilience.supervise.hang import Hang, describe_hang
 from forge_resilience.supervise.node_slot import NodeSlot, find_node_slot
 from forge_resilience.supervise.watch import Late, Watch, WatchConfig
-
-__all__ = ["FINAL_CODES", "Result", "supervise"]
 
 _LOOK_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 4.0
@@ -43,7 +41,7 @@ class Result(int):
 
     code: the exit code of the job, an `ExitCode` or that of its program.
     attempts: how often its ranks were started, at least 1.
-    reason: why it is not started again, "" after code 0.
+    reason: why it is not started again, and what ended the last attempt; "" after code 0.
     It is the code itself too, as in 0.1; a comparison with a number, or a test of its truth, warns until 0.3.0.
     """
 
@@ -107,11 +105,11 @@ def supervise(
     memory. journal: an events.jsonl that gets `hang`, `stall`, `restart` and `no_progress`; a message with all stacks
     is put next to it. guard: pid of the process that `run_guarded` keeps. hand_over_port: see `local_ranks`.
 
-    A rank that fails, or is late by `config`, ends the others. With `action="restart"` all are started again in
-    place, unless a signal asked for a stop, the code is one of FINAL_CODES, other nodes have ranks of
-    the job, or `max_restarts` are used up. Two attempts in a row without progress (no step beyond the best one so far,
-    no newer `save` in the journal) end with code 70. A hang that is not followed by a restart is code 1, or 75 if a
-    stop had been asked for. What was started below this process meanwhile, and is left running, is ended; after code
+    A rank that fails, or is late by `config`, ends the others. With `action="restart"`, the default here (that of
+    WatchConfig is "report"), all are started again on this node, unless a signal asked for a stop, the code is one of
+    FINAL_CODES, other nodes have ranks of the job, or `max_restarts` are used up; a line on stderr says which. Two
+    attempts in a row without progress (no step beyond the best one so far, no newer `save` in the journal) end with
+    code 70. A hang that is not followed by a restart is code 1, or 75 if a stop had been asked for. What was started below this process meanwhile, and is left running, is ended; after code
     0 what took a session of its own goes on, such as an upload that a callback detached.
 
     Raises ValueError, RuntimeError and OSError as `run_local_workers` does. Cost: two reads a second for each rank.
@@ -204,7 +202,7 @@ class _Supervised:
         self.others = set(procfs.descendants(os.getpid()))  # of the caller: not ours to end
 
     def run(self) -> Result:
-        """Run attempts until one is final; return how the job ended."""
+        """Run attempts until one is the last; return how the job ended."""
         # between attempts; ranks that run are handed each signal
         with StopSignal(announce=False) as stop:
             while True:
@@ -219,17 +217,19 @@ class _Supervised:
                 progressed = self._count_progress()
                 self.without_progress = 0 if progressed else self.without_progress + 1
 
-                final = self._final_result(outcome)
-                if final is not None:
-                    return final
+                result = self._result_unless_restarted(outcome)
+                if result is not None:
+                    return result
                 if stop.requested:  # the job is to come again
-                    return self._result(ExitCode.REQUEUE, f"{stop.signal_name} asked for a stop")
+                    reason = f"{stop.signal_name} asked for a stop"
+                    _print_line(f"not started again: {reason}")
+                    return self._result(ExitCode.REQUEUE, reason)
                 self._report_restart(outcome)
 
     def _run_attempt(self) -> ExitStatus:
         """Start the ranks and wait for their end."""
         self.hang, self.watch = None, Watch(self.config, self.expects_heartbeats)
-        self.steps: dict[int, int] = {}
+        self.step = -1
         self.began = time.monotonic()
         off = self.config.action == "off"
         with self.slot.environs(self.environ | {LIFE: str(self.restarts)}) as (environs, store):
@@ -246,10 +246,8 @@ class _Supervised:
 
     def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
         """Remove heartbeats of an earlier attempt or run; in a shared folder only those of the ranks that start here."""
-        names = [f"rank-{_rank_of(environ):05d}" for environ in environs]
-        if self.slot.whole:
-            names = ["rank-?????"]
-        for name in names:
+        names = [f"rank-{rank_of(environ):05d}" for environ in environs]
+        for name in ["rank-?????"] if self.slot.has_all_ranks else names:
             for path in [*self.folder.glob(name), *self.folder.glob(f"{name}.stacks")]:
                 path.unlink(missing_ok=True)
 
@@ -263,19 +261,17 @@ class _Supervised:
             if not self.failed_to_look:
                 _print_line(f"ranks cannot be watched at the moment: {error}")
             self.failed_to_look = True
-            return ""
+        return ""
 
     def _judge(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
         """`_look` without the handling of OSError."""
         heartbeats = read_heartbeats(self.folder)
         procfs.collect_adopted(self.others | set(running.values()))
         mine = [b for b in heartbeats if not b.process_start or procfs.is_below(b.pid, os.getpid())]
-        for heartbeat in mine:
-            if heartbeat.step is not None and heartbeat.phase != "start":
-                self.steps[heartbeat.rank] = max(heartbeat.step, self.steps.get(heartbeat.rank, -1))
+        self._note_steps(mine)
         known = {heartbeat.rank: heartbeat.pid for heartbeat in mine}
         ranks = {rank: known.get(rank, pid) for rank, pid in running.items()}
-        if known and self.slot.nproc is None and self.slot.whole:
+        if known and self.slot.nproc is None and self.slot.has_all_ranks:
             ranks = known  # those of the launcher that was run
         traced = any(procfs.is_traced(pid) for pid in ranks.values())
         late = self.watch.look(mine, ranks, paused=traced)
@@ -283,23 +279,17 @@ class _Supervised:
 
     def _handle_hang(self, late: Late, ranks: Mapping[int, int], ended: Mapping[int, int]) -> str:
         """Report a late rank with all stacks; return the cause if the ranks are to be killed, else ""."""
-        seconds, whole = self.watch.seconds(), self.slot.whole
-        hang = describe_hang(self.folder, late, ranks, ended, seconds, self.environ, whole)
+        seconds, is_all = self.watch.seconds(), self.slot.has_all_ranks
+        hang = describe_hang(self.folder, late, ranks, ended, seconds, self.environ, is_all)
         path = self._write_message(f"{hang.message}\n{hang.stacks}\n")
         _print_line(hang.message if path else f"{hang.message}\n{hang.stacks}")
         if path:
             _print_line(f"stacks of all ranks are in {path}")
 
         restarts = self.config.action == "restart"
-        self._record(
-            "hang" if restarts else "stall",
-            cause=hang.cause,
-            rank=hang.rank,
-            phase=hang.phase,
-            step=hang.step,
-            seconds=round(hang.seconds, 3),
-            seconds_lost=self._seconds_lost(),
-        )
+        where = {"rank": hang.rank, "phase": hang.phase, "step": hang.step}
+        lost = {"seconds": round(hang.seconds, 3), "seconds_lost": self._seconds_lost()}
+        self._record("hang" if restarts else "stall", cause=hang.cause, **where, **lost)
         if not restarts:
             return ""
 
@@ -313,76 +303,79 @@ class _Supervised:
 
     # ---- between attempts
 
+    def _note_steps(self, heartbeats: Iterable[HeartbeatRecord]) -> None:
+        """Update the latest step of this attempt."""
+        steps = (b.step for b in heartbeats if b.step is not None and b.phase != "start")
+        self.step = max((self.step, *steps))
+
     def _count_progress(self) -> bool:
         """Update the best step and save; return whether this attempt made progress."""
-        step, save = max(self.steps.values(), default=-1), -1
-        for heartbeat in read_heartbeats(self.folder):
-            if heartbeat.step is not None and heartbeat.phase != "start":
-                step = max(step, heartbeat.step)
-        saves = [event.get("step") for event in self._events("save")]
+        self._note_steps(read_heartbeats(self.folder))
+        step, saves = self.step, [event.get("step") for event in self._events("save")]
         save = max((s for s in saves if isinstance(s, int)), default=-1)
         unknown = step < 0 and save < 0 and self.best_step < 0 and not self.expects_heartbeats
         progressed = unknown or step > self.best_step or save > self.best_save
         self.best_step, self.best_save = max(step, self.best_step), max(save, self.best_save)
         return progressed
 
-    def _final_result(self, outcome: ExitStatus) -> Result | None:
+    def _obstacle(self, outcome: ExitStatus) -> str:
+        """Why another attempt cannot begin here or would end alike; "" if it may help."""
+        reasons = {
+            "a signal asked for a stop": outcome.requested,
+            f"code {outcome.code} is one of FINAL_CODES": outcome.code in FINAL_CODES,
+            f"ranks {outcome.left_behind} cannot be killed": bool(outcome.left_behind),
+            f"the action is {self.config.action!r}": self.config.action != "restart",
+            "other processes start ranks of the job, too": not self.slot.has_all_ranks,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def _result_unless_restarted(self, outcome: ExitStatus) -> Result | None:
         """Return how the job ended; None if its ranks are to be started again."""
-        final = outcome.code in FINAL_CODES or outcome.requested or bool(outcome.left_behind)
-        # other nodes have ranks of the job too, which this supervisor cannot start
-        in_place = self.config.action == "restart" and self.slot.whole
+        why, cause, code = self._obstacle(outcome), self._cause(outcome), outcome.code
         history = History(
-            may_help=in_place and not final,
+            may_help=not why,
             restarts=self.restarts,
             max_restarts=self.config.max_restarts,
             without_progress=self.without_progress,
         )
-
         stop = may_restart(history)
-        cause = self._cause(outcome)
+
+        if stop is None:
+            return None
         if stop is NoRestart.NO_PROGRESS:
+            why, code = stop.value, int(ExitCode.NO_PROGRESS)
             _print_line(
                 f"{self.without_progress} attempts in a row made no progress beyond step {self.best_step}: ended "
-                f"with code {int(ExitCode.NO_PROGRESS)}; look at the cause of the last one: {outcome.cause}"
+                f"with code {code}; look at the cause of the last one: {outcome.cause}"
             )
             self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)
-            return self._result(ExitCode.NO_PROGRESS, f"{stop.value}; the last one: {cause}")
-        if stop is NoRestart.RESTARTS and self.config.max_restarts:
-            _print_line(f"{self.restarts} restarts are used up; ended with code {outcome.code}")
-            cause = f"{stop.value}; the last attempt: {cause}"
-        return None if stop is None else self._result(outcome.code, cause)
+        elif code not in FINAL_CODES:  # whose meaning says it
+            why = why or f"{self.restarts} restarts are used up"
+            _print_line(f"not started again: {why}; ended with code {code}")
+        return self._result(code, "; the last attempt: ".join(filter(None, (why, cause))))
 
     def _result(self, code: int, reason: str) -> Result:
         return Result(code, self.restarts + 1, "" if code == ExitCode.DONE else reason)
 
     def _cause(self, outcome: ExitStatus) -> str:
-        """Why this attempt ended, with its rank."""
+        """What ended this attempt, with its rank; "" if nothing failed."""
         if self.hang is not None:
             return self.hang.cause
-        if outcome.requested and not outcome.cause:
-            return "a signal asked for a stop"
         return outcome.cause if outcome.rank is None else f"rank {outcome.rank} {outcome.cause}"
 
     def _report_restart(self, outcome: ExitStatus) -> None:
         """Count the restart, print it and record it."""
         self.restarts += 1
-        cause, hang = self._cause(outcome), self.hang
-        if hang is None:
-            rank, phase, step = self._last_position(outcome.rank)
-        else:
-            rank, phase, step = hang.rank, hang.phase, hang.step
+        cause = self._cause(outcome)
         _print_line(f"restart {self.restarts} of {self.config.max_restarts}: {cause}")
 
+        last = (b for b in read_heartbeats(self.folder) if b.rank == outcome.rank)
+        at = self.hang or next(last, None)
+        where: dict[str, Any] = {"rank": outcome.rank, "phase": None, "step": None}
+        if at is not None:
+            where = {"rank": at.rank, "phase": at.phase, "step": at.step}
         lost = self._seconds_lost()
-        where = {"rank": rank, "phase": phase, "step": step}
         self._record("restart", cause=cause, **where, life=self.restarts, seconds_lost=lost)
-
-    def _last_position(self, rank: int | None) -> tuple[int | None, str | None, int | None]:
-        """(rank, phase, step) of a rank's last heartbeat."""
-        for heartbeat in read_heartbeats(self.folder):
-            if heartbeat.rank == rank:
-                return rank, heartbeat.phase, heartbeat.step
-        return rank, None, None
 
     # ---- what is written down
 
@@ -392,14 +385,12 @@ class _Supervised:
 
     def _write_message(self, text: str) -> Path | None:
         """Write the message next to the journal; None if that fails."""
-        if self.journal is None or not self.journal.path.parent.is_dir():
-            return None
-        path = self.journal.path.with_name(f"hang-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt")
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError:  # a full disk: the whole message is printed
-            return None
-        return path
+        if self.journal is not None and self.journal.path.parent.is_dir():
+            path = self.journal.path.with_name(f"hang-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt")
+            with contextlib.suppress(OSError):  # a full disk: the message is printed instead
+                path.write_text(text, encoding="utf-8")
+                return path
+        return None
 
     def _seconds_lost(self) -> float:
         """Seconds since the newest save of this attempt, or since its start."""
@@ -417,11 +408,6 @@ class _Supervised:
             if self.journal is not None:
                 found += (e for e in read_events(self.journal.path) if e.get("event") == name)
         return found
-
-
-def _rank_of(environ: Mapping[str, str]) -> int:
-    text = environ.get("RANK") or environ.get("SLURM_PROCID") or "0"
-    return int(text) if text.isdecimal() else 0
 
 
 def _print_line(text: str) -> None:

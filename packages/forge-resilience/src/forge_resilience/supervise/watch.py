@@ -12,8 +12,6 @@ from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.problems import Problem
 from forge_resilience.heartbeat import HeartbeatRecord
 
-__all__ = ["Late", "Watch", "WatchConfig"]
-
 #: At most so much of the time between two looks counts: a watcher that was stopped, starved, or asleep with its
 #: machine has seen nothing.
 _MOST_SECONDS = 2.0
@@ -23,6 +21,8 @@ _MOST_SECONDS = 2.0
 class WatchConfig(Checked):
     """Limits of the phases of a rank, in seconds; 0 means none. Raises ValueError with every broken rule.
 
+    The default action, "report", starts no ranks again after a crash or hang, here and in what `command` makes. The
+    command line `python -m forge_resilience.supervise`, and `supervise` without a config, restart by default.
     Usage: `WatchConfig("restart", step_seconds=120, limits={"save": 900})`.
     """
 
@@ -65,18 +65,20 @@ class WatchConfig(Checked):
 
     def limit(self, phase: str, first_step: bool = False) -> float:
         """Seconds that a rank may stay in `phase`; infinity without a limit."""
-        seconds = self.limits.get(phase)
-        if seconds is None:
-            if phase in ("start", "load"):
-                seconds = self.start_seconds
-            elif phase in ("data", "step"):
-                seconds = self.first_step_seconds if first_step else self.step_seconds
-            else:
-                seconds = self.other_seconds
-        return seconds or float("inf")
+        step = self.first_step_seconds if first_step else self.step_seconds
+        known = {
+            "start": self.start_seconds,
+            "load": self.start_seconds,
+            "data": step,
+            "step": step,
+        }
+        return (known | self.limits).get(phase, self.other_seconds) or float("inf")
 
     def command(self, journal: str = "", python: str = sys.executable) -> tuple[str, ...]:
-        """Return the command of a supervisor with these limits, of ranks with heartbeats; append `--nproc N -- COMMAND`."""
+        """Return the command of a supervisor with these limits, of ranks with heartbeats; append `--nproc N -- COMMAND`.
+
+        It starts ranks again only with `action="restart"`.
+        """
         limits = ",".join(f"{phase}={seconds}" for phase, seconds in self.limits.items())
         values = asdict(self) | {"limits": limits, "journal": journal}
         flags = [f"--{name}={value}" for name, value in values.items() if value != ""]
@@ -131,7 +133,7 @@ class Watch:
         self._config, self._clock = config, clock
         self._sees_heartbeats = expects_heartbeats
         self._seen: dict[int, _Seen] = {}
-        self._reported: set[tuple[int, tuple[int, int], int]] = set()
+        self._reported: set[tuple[int, tuple[object, int]]] = set()  # rank, entry
         self._last: float | None = None
 
     def look(
@@ -143,65 +145,44 @@ class Watch:
         self._last = now
         known = {heartbeat.rank: heartbeat for heartbeat in heartbeats}
         self._sees_heartbeats |= bool(known)
-        late = [self._judge_rank(rank, known.get(rank), passed) for rank in running]
-        found = [one for one in late if one is not None]
-        return max(found, key=lambda one: one.seconds - one.limit, default=None)
+        late = [self._judge(rank, known.get(rank), passed) for rank in running]
+        return max(filter(None, late), key=lambda one: one.seconds - one.limit, default=None)
 
     def seconds(self) -> Mapping[int, float]:
         """Seconds since the last entry of each rank, as the watcher counts them."""
         return {rank: seen.seconds for rank, seen in self._seen.items()}
 
-    def _judge_rank(
-        self, rank: int, heartbeat: HeartbeatRecord | None, passed: float
-    ) -> Late | None:
+    def _judge(self, rank: int, heartbeat: HeartbeatRecord | None, passed: float) -> Late | None:
         """Add the time that passed to a rank's phase; a `Late` if it exceeds the limit."""
         seen = self._seen.setdefault(rank, _Seen())
         entries = (0, 0) if heartbeat is None else (heartbeat.process_start, heartbeat.entries)
         seen.seconds = 0.0 if entries != seen.entries else seen.seconds + passed
         seen.entries = entries
         if heartbeat is None:
-            if not self._sees_heartbeats:
-                return None
-            return self._late_once(rank, "start", None, seen.seconds, self._config.limit("start"))
-        limit = self._config.limit(heartbeat.phase, first_step=heartbeat.steps <= 1)
-        late = self._late_once(rank, heartbeat.phase, heartbeat.step, seen.seconds, limit)
-        return late or self._judge_background(seen, heartbeat, passed)
+            late = Late(rank, "start", None, seen.seconds, self._config.limit("start"))
+            return self._if_new(late, entries) if self._sees_heartbeats else None
 
-    def _judge_background(
-        self, seen: _Seen, heartbeat: HeartbeatRecord, passed: float
-    ) -> Late | None:
+        limit = self._config.limit(heartbeat.phase, first_step=heartbeat.steps <= 1)
+        late = Late(rank, heartbeat.phase, heartbeat.step, seen.seconds, limit)
+        return self._if_new(late, entries) or self._judge_background(heartbeat, passed)
+
+    def _judge_background(self, heartbeat: HeartbeatRecord, passed: float) -> Late | None:
         """The same for background work of the rank."""
+        seen = self._seen[heartbeat.rank]
         began = heartbeat.background_entries if heartbeat.background else -1
-        seen.background_seconds = (
-            0.0 if began != seen.background else seen.background_seconds + passed
-        )
-        seen.background = began
+        seconds = 0.0 if began != seen.background else seen.background_seconds + passed
+        seen.background, seen.background_seconds = began, seconds
         if began < 0:
             return None
 
         phase = f"{heartbeat.background} in the background"
         limit = self._config.limits.get(heartbeat.background, self._config.other_seconds)
-        return self._late_once(
-            heartbeat.rank,
-            phase,
-            heartbeat.step,
-            seen.background_seconds,
-            limit or float("inf"),
-            began,
-        )
+        late = Late(heartbeat.rank, phase, heartbeat.step, seconds, limit or float("inf"))
+        return self._if_new(late, ("background", began))
 
-    def _late_once(
-        self,
-        rank: int,
-        phase: str,
-        step: int | None,
-        seconds: float,
-        limit: float,
-        background: int = -1,
-    ) -> Late | None:
-        """A `Late` if `seconds` exceed `limit` and this entry is not reported yet."""
-        key = (rank, self._seen[rank].entries if background < 0 else (0, 0), background)
-        if seconds <= limit or key in self._reported:
+    def _if_new(self, late: Late, entry: tuple[object, int]) -> Late | None:
+        """`late`, if its seconds exceed its limit and this entry is not reported yet."""
+        if late.seconds <= late.limit or (late.rank, entry) in self._reported:
             return None
-        self._reported.add(key)
-        return Late(rank, phase, step, seconds, limit)
+        self._reported.add((late.rank, entry))
+        return late
