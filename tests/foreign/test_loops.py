@@ -141,7 +141,7 @@ def test_schedule_free_adamw_with_a_loss_scaler() -> None:
     # the average does not train, and half precision loses small steps: both are errors, not a worse loss
     optimizer.eval()
     scaler.scale(model(found["x"]).sum()).backward()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"optimizer\.train\(\)"):
         scaler.step(optimizer)
     with pytest.raises(ValueError, match=r"torch\.float16"):
         type(optimizer)(model.half().parameters(), lr=2e-2)
@@ -216,7 +216,7 @@ def test_checkpoints_of_dcp_are_converted_and_resharded(
     def forge_ckpt(*words: object) -> None:
         """The command, in this process."""
         monkeypatch.setattr(sys, "argv", ["forge-ckpt", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(SystemExit) as end:  # prose: it has no text
             runpy.run_module("forge_ckpt", run_name="__main__")
         assert not end.value.code, words
 
