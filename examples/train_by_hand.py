@@ -29,10 +29,10 @@ from forge_core import (
     initialize,
     set_lr,
 )
-from forge_data import BuiltinCorpus, Loader, PackedStream
+from forge_data import BuiltinCorpus, ByteTokenizer, Loader, PackedStream
 from forge_parallel import ParallelConfig, clip_grads_, global_grad_norm, launch, parallelize
 from forge_parallel.compute import Compute
-from forge_resilience import Agreement, ExitCode, StopSignal, Vote
+from forge_resilience import Agreement, Decision, ExitCode, PendingDecision, StopSignal, Vote
 
 SEQ_LEN, BATCH, STEPS, SEED = 128, 8, 600, 0
 PEAK_LR, MAX_NORM = 3e-3, 1.0
@@ -46,15 +46,18 @@ def loss_of(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Te
 def train(folder: Path, steps: int) -> ExitCode:
     """Train to step `steps` of the 600, or to a stop."""
     parallel = ParallelConfig(precision="fp32")
-    corpus = BuiltinCorpus()
-    stream = PackedStream(corpus, SEQ_LEN, seed=SEED)
+    stream = PackedStream(BuiltinCorpus(), SEQ_LEN, seed=SEED)
     schedule = build_schedule(ScheduleConfig(warmup_steps=20), STEPS)
 
     with launch(parallel) as meshes, StopSignal() as stop, Store(folder / "checkpoints") as store:
         agreement = Agreement(meshes.host_group)
         loader = Loader(stream, BATCH, rank=meshes.batch_rank, world_size=meshes.batch_size)
         config = TransformerConfig(
-            vocab_size=corpus.vocab_size, dim=128, num_layers=4, num_heads=4, max_seq_len=SEQ_LEN
+            vocab_size=ByteTokenizer().vocab_size,
+            dim=128,
+            num_layers=4,
+            num_heads=4,
+            max_seq_len=SEQ_LEN,
         )
         model = parallelize(Transformer(config), parallel, meshes, seq_len=SEQ_LEN)
         initialize(model, SEED)
@@ -79,14 +82,17 @@ def train(folder: Path, steps: int) -> ExitCode:
             # The ranks agree while the device computes: on the labels of the batch, and on a stop.
             vote = Vote(stop=stop.number, count=batch.label_weight, digest=batch.digest)
             pending = agreement.start(vote)
-            decided: list[Any] = []
+            decided: list[Decision] = []
 
-            def labels(pending: Any = pending, decided: list[Any] = decided) -> float:
+            def labels(
+                pending: PendingDecision = pending, decided: list[Decision] = decided
+            ) -> float:
                 decided.append(pending.wait())
                 return decided[0].count
 
             local = compute.gradients(batch, labels)
             norm, sums = global_grad_norm(compute.counted, sums=local)
+            assert sums is not None  # as `local` was given
             clip_grads_(compute.parameters, norm, MAX_NORM)
             set_lr(optimizer, PEAK_LR * schedule(step))
             optimizer.step()

@@ -1,4 +1,4 @@
-"""Loops of other code bases with one part of Forge: all other packages of Forge cannot be imported in them."""
+"""Loops of other code bases with some packages of Forge: all others cannot be imported in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def only_the_used_packages(request: pytest.FixtureRequest) -> Iterator[None]:
     marker = request.node.get_closest_marker("uses")
-    if marker is None:  # a test that starts programs, which call `only`
+    if marker is None:  # a test that starts programs through only.py
         yield
         return
     hidden = [n for n in sys.modules if _is_forge(n) and n.partition(".")[0] not in marker.args]

@@ -1,7 +1,8 @@
-"""Programs that use some packages of Forge in loops of other libraries: `only` keeps the other packages out."""
+"""Run a program in which all packages of Forge but some cannot be imported: only.py forge_ckpt,forge_core PROGRAM ..."""
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
@@ -12,7 +13,7 @@ from types import ModuleType
 class Only(MetaPathFinder):
     """Import finder: an error for every package of Forge that is not in `packages`."""
 
-    def __init__(self, packages: tuple[str, ...]) -> None:
+    def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
 
     def find_spec(
@@ -25,12 +26,7 @@ class Only(MetaPathFinder):
         return None
 
 
-def only(*packages: str) -> None:
-    """Reject imports of all packages of Forge but these, in this process, before the first of them is imported.
-
-    only("forge_ckpt")
-    """
-    others = {name.partition(".")[0] for name in sys.modules} - {*packages}
-    found = sorted(name for name in others if name.startswith("forge_"))
-    assert not found, f"imported already: {found}"
-    sys.meta_path.insert(0, Only(packages))
+if __name__ == "__main__":
+    _, packages, *sys.argv = sys.argv
+    sys.meta_path.insert(0, Only(packages.split(",")))
+    runpy.run_path(sys.argv[0], run_name="__main__")

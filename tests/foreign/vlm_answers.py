@@ -1,14 +1,11 @@
-"""A script that asks a LLaVA folder about images: forge_vlm and forge_core only."""
+"""A script that asks a LLaVA folder about images: vlm_answers.py FOLDER OUT"""
 
 import sys
 
-from only import only
+import torch
+from PIL import Image
 
-only("forge_vlm", "forge_core")
-import torch  # noqa: E402
-from PIL import Image  # noqa: E402
-
-from forge_vlm import VLM, Processor  # noqa: E402
+from forge_vlm import VLM, Processor
 
 processor = Processor.from_pretrained(sys.argv[1])
 model = VLM.from_pretrained(sys.argv[1], dtype=torch.float32)

@@ -10,7 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core._shared.module_arguments import config_arguments, factory, factory_arguments
+from forge_core._shared.module_arguments import (
+    FromConfig,
+    config_arguments,
+    factory,
+    factory_arguments,
+)
 
 pytestmark = pytest.mark.lane("test")
 
@@ -28,7 +33,7 @@ class Sizes(Base):
     tags: dict[str, int] = field(default_factory=dict)
 
 
-class Layer(nn.Module):
+class Layer(FromConfig, nn.Module):
     @config_arguments(Sizes)
     def __init__(self, config: Sizes, act: Any = None) -> None:
         super().__init__()
@@ -47,7 +52,8 @@ class Plain(nn.Module):
 
 def test_a_config_and_its_fields_build_the_same() -> None:
     wanted = Sizes(4, hidden=16)
-    for built in (Layer(wanted), Layer(config=wanted), Layer(dim=4, hidden=16), Layer(4, 16)):
+    keywords = (Layer(config=wanted), Layer(dim=4, hidden=16), Layer(4, 16))
+    for built in (Layer(wanted), Layer.from_config(wanted), *keywords):
         assert built.config == wanted
         assert built.act is None
 

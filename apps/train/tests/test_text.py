@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from forge_data import DataConfig, Tokenizer, TrainingSourceConfig, load_tokenizer
+from forge_data import DataConfig, TextConfig, Tokenizer, TrainingSourceConfig, load_tokenizer
 from forge_data.choices import split_ids
 from forge_data.describe import ends_of_documents
-from forge_data.kinds import TextConfig
 from forge_data.tokenizer import encode_prompt, prompt_ids
 from forge_testing.problems import rejects
 from forge_train import ConfigError, Trainer, load_job

@@ -19,7 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.write.blocks
-from forge_ckpt import CorruptCheckpoint, Keep, SaveEvent, StepExists, Store, directories
+from forge_ckpt import (
+    CorruptCheckpoint,
+    Keep,
+    SaveEvent,
+    SaveHandle,
+    StepExists,
+    Store,
+    directories,
+)
 from forge_ckpt._shared.atomic import remove
 from forge_ckpt._shared.problems import Shown
 from forge_testing import run_on_ranks
@@ -85,6 +93,7 @@ def test_a_handle_is_done_when_its_save_is_committed(tmp_path, disk):
         disk.close()
         handle, ends = store.save(1, state_of(1), wait=False), []
         handle.add_done_callback(lambda save: ends.append((save.step, store.steps())))
+        assert isinstance(handle, SaveHandle)
         assert isinstance(handle, concurrent.futures.Future)
         assert not handle.done()
         assert not handle.cancel()

@@ -21,8 +21,8 @@ from forge_ckpt import (
     ForgeWriter,
     StepExists,
     Store,
+    save_hf,
 )
-from forge_ckpt.hf import save_hf
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem, rejects
 

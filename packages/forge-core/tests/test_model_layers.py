@@ -234,15 +234,18 @@ def test_modules_of_keywords_are_those_of_a_config() -> None:
     built = []
     for build in (
         lambda: Attention(config),
+        lambda: Attention.from_config(config),
         lambda: Attention(dim=16, num_heads=4, num_kv_heads=2),
     ):
         torch.manual_seed(0)
         built.append(build().state_dict())
-    assert all(torch.equal(built[0][name], built[1][name]) for name in built[0])
-    one = Transformer(config)
-    other = Transformer(vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2)
-    assert one.config == other.config
-    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    for state in built[1:]:
+        assert all(torch.equal(built[0][name], state[name]) for name in built[0])
+    one, two = Transformer(config), Transformer.from_config(config)
+    three = Transformer(vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2)
+    for other in (two, three):
+        assert other.config == one.config
+        assert all(map(torch.equal, one.parameters(), other.parameters()))
     assert isinstance(
         Transformer(vocab_size=8, dim=8, feed_forward="gelu").layers["0"].feed_forward, FeedForward
     )

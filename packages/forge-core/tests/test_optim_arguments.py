@@ -12,19 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
-from forge_core.optim import (
+from forge_core import (
     AdamW,
     Lion,
     Muon,
-    NamedOptimizer,
     OptimizerConfig,
     OptimizerGroupConfig,
     ScheduleFreeAdamW,
     build_optimizer,
     param_groups,
-    parameter_groups,
-    set_multipliers,
 )
+from forge_core.optim import NamedOptimizer, parameter_groups, set_multipliers
 from forge_core.optim.base import Slots
 from forge_testing.problems import rejects
 

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge_core.optim import (
-    EMA,
-    AdamW,
-    EMAConfig,
-    OptimizerConfig,
-    build_optimizer,
-    check_optimizer,
-    param_groups,
-)
+from forge_core import EMA, AdamW, EMAConfig, OptimizerConfig, build_optimizer, param_groups
+from forge_core.optim import check_optimizer
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

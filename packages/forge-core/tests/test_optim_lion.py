@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge_core.optim import Lion, OptimizerConfig, build_optimizer
+from forge_core import Lion, OptimizerConfig, build_optimizer
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from forge_data import InvalidData, batch_of
+from forge_data import ChatConfig, InvalidData, batch_of
 from forge_data.chat.messages import Record, conversation_of
 from forge_data.chat.source import Conversations
 from forge_data.chat.template import ChatTemplate
-from forge_data.kinds import ChatConfig
 from forge_testing.problems import rejects
 
 tokenizers = pytest.importorskip("tokenizers")

@@ -13,6 +13,7 @@ from forge_data import (
     ByteTokenizer,
     DataConfig,
     Loader,
+    PackingConfig,
     PhaseConfig,
     TrainingSourceConfig,
     open_stream,
@@ -20,7 +21,6 @@ from forge_data import (
 )
 from forge_data.mixed_stream import MixedStream, seed_of
 from forge_data.mixture import Phase
-from forge_data.packing_config import PackingConfig
 from forge_data.phases import phase_segments
 from forge_data.prepare import prepare
 from forge_data.text_shards import TextShards

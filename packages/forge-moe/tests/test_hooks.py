@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forge_moe import MoE, MoEConfig, register_expert_bias_update, update_expert_bias
-from forge_moe.hooks import MoEHooks, num_experts_by_layer, whole_batch_options
+from forge_moe import MoE, MoEConfig, MoEHooks, register_expert_bias_update, update_expert_bias
+from forge_moe.hooks import num_experts_by_layer, whole_batch_options
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
 

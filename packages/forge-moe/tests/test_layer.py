@@ -338,13 +338,15 @@ def test_a_layer_of_keywords_is_that_of_its_config() -> None:
     made = []
     for build in (
         lambda: MoE(config),
+        lambda: MoE.from_config(config),
         lambda: MoE(8, 16, 4, top_k=3, bias=True, num_shared_experts=1),
     ):
         torch.manual_seed(0)
         made.append(build())
-    assert made[0].config == made[1].config
-    state, other = (moe.state_dict() for moe in made)
-    assert all(torch.equal(state[name], other[name]) for name in state)
+    state, *others = (moe.state_dict() for moe in made)
+    for moe, other in zip(made[1:], others):
+        assert moe.config == config
+        assert all(torch.equal(state[name], other[name]) for name in state)
     assert all(str(size) in repr(made[1]) for size in (8, 16, 4, 3))
 
     half = MoE(

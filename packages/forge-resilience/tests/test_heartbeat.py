@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from forge_resilience.heartbeat import Heartbeat, process_start, read_heartbeats
+from forge_resilience import Heartbeat
+from forge_resilience.heartbeat import process_start, read_heartbeats
 from forge_testing.problems import rejects
 
 pytestmark = [
@@ -24,7 +25,7 @@ pytestmark = [
 # A rank that takes its heartbeat from the environment, says "up", and does what it is told.
 _RANK = """
 import os, sys, time
-from forge_resilience.heartbeat import Heartbeat
+from forge_resilience import Heartbeat
 heartbeat = Heartbeat.from_environ()
 assert Heartbeat.from_environ() is heartbeat
 """

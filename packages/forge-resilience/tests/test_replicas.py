@@ -13,14 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from forge_resilience import replicas
-from forge_resilience.replicas import (
-    Mismatch,
-    ReplicaCheck,
-    ReplicasConfig,
-    checksums,
-    training_tensors,
-)
+from forge_resilience import ReplicaCheck, replicas
+from forge_resilience.replicas import Mismatch, ReplicasConfig, checksums, training_tensors
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
 

@@ -34,7 +34,7 @@ def rows():
 
 
 def test_without_images_the_logits_are_those_of_the_text_model():
-    model, text = VLM(config()), Transformer(config())
+    model, text = VLM.from_config(config()), Transformer(config())
     text.load_state_dict({n: v for n, v in model.state_dict().items() if n in text.state_dict()})
     tokens = torch.randint(1, 60, (2, 12))
     wanted = text(tokens)

@@ -24,7 +24,7 @@ def transformers_callback(
     seek: Callable[[int], None] | None = None,
     **options: Any,
 ) -> "transformers.TrainerCallback":
-    """A callback for `transformers.Trainer`, instead of its own checkpoints (`save_strategy="no"`).
+    """Return a callback for `transformers.Trainer` that replaces its own checkpoints (`save_strategy="no"`).
 
         Trainer(model, arguments, train_dataset=data, callbacks=[transformers_callback("checkpoints", 100, data.seek)]).train()
 
@@ -68,7 +68,7 @@ def transformers_callback(
 
 
 def lightning_callback(path: str | os.PathLike[str], every: int = 100, **options: Any) -> Any:
-    """A callback for `lightning.Trainer`, instead of its own checkpoints (`enable_checkpointing=False`).
+    """Return a callback for `lightning.Trainer` that replaces its own checkpoints (`enable_checkpointing=False`).
 
         Trainer(callbacks=[lightning_callback("checkpoints", 100)], enable_checkpointing=False).fit(module, loader)
 

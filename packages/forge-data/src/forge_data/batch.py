@@ -66,7 +66,7 @@ class Ragged:
         return Ragged(_move(self.values, torch.device(device)), self.row_offsets)
 
     def pin_memory(self) -> Ragged:
-        """A copy of the values in pinned memory."""
+        """Return a copy with the values in pinned memory."""
         return Ragged(self.values.pin_memory(), self.row_offsets)
 
     def followed_by(self, other: Ragged) -> Ragged:
@@ -154,7 +154,7 @@ class Batch:
         return replace(self, **rows, extras=moved, staging=None)
 
     def pin_memory(self) -> Batch:
-        """A copy in pinned memory, which `DataLoader(pin_memory=True)` asks for; needs an accelerator."""
+        """Return a copy in pinned memory, which `DataLoader(pin_memory=True)` asks for; needs an accelerator."""
         return self._map(lambda value: value.pin_memory(), self.label_weight)
 
     def staged(self, stream: torch.cuda.Stream, stay: Sequence[str] = ()) -> Batch:

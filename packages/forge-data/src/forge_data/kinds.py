@@ -188,7 +188,7 @@ class HuggingFaceConfig:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """How text is cut into documents and tokenized: `TextConfig(document="line", validation_every=20)`."""
+    """Options of `name = "text"`, its documents and tokenizer: `TextConfig(document="line", validation_every=20)`."""
 
     tokenizer: str = "byte"
     """"byte", or a JSON file of the tokenizers library"""

@@ -267,8 +267,7 @@ class Loader(IterableDataset[Batch]):
             raise invalid("stream", "no_rows", ..., rule, fix) from error
 
     def state_dict(self, after: Batch | int | None = None) -> dict[str, Any]:
-        """The position after the batches returned so far, as JSON; equal on all ranks, of a sharded stream
-        after `share_places`.
+        """Return the position after the batches so far, as JSON; equal on all ranks, of a sharded stream after `share_places`.
 
         after: the last batch that was used, for a loop that reads ahead: torch's workers, accelerate; or the number of
         batches since the loader was made, loaded a state, or was told of another order (`skip`, `rebatch`). Costs one

@@ -43,7 +43,7 @@ class BestFitConfig:
 
 @dataclass(frozen=True)
 class PackingConfig:
-    """How documents are put into rows: `PackingConfig("best_fit")`. Raises ValueError with one line per broken rule."""
+    """Packing of documents into rows: `PackingConfig("best_fit")`. Raises ValueError with one line per broken rule."""
 
     name: Literal["concatenate", "first_fit", "best_fit"] = "concatenate"
     """concatenate: all documents, cut into rows; first_fit, best_fit: documents stay whole where a row holds them,

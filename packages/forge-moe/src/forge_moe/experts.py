@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from forge_moe._shared.module_arguments import config_arguments
+from forge_moe._shared.module_arguments import FromConfig, config_arguments
 from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
 from forge_moe._shared.shards import local_tensor
@@ -35,7 +35,7 @@ __all__ = ["Experts", "SortedExperts", "sorted_experts_by_name"]
 Optional = Tensor | None
 
 
-class Experts(nn.Module):
+class Experts(FromConfig, nn.Module):
     """Experts of one activation as 3-D parameters.
 
         experts = Experts(dim=512, hidden_dim=1024, num_experts=8)

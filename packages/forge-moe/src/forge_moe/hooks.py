@@ -217,7 +217,7 @@ class MoEHooks:
         return bool(self._num_experts)
 
     def count_tokens(self, document_ids: Tensor) -> tuple[int, ...]:
-        """(tokens of a batch,) without padding, to sum over batches and ranks for `set_tokens`; () without a MoE layer."""
+        """Return (tokens of a batch,) without padding, to sum over batches and ranks for `set_tokens`; () without a MoE layer."""
         return (int((document_ids >= 0).sum()),) if self.routes else ()
 
     def set_tokens(self, tokens: int) -> None:
@@ -251,7 +251,7 @@ class MoEHooks:
         return sums if carried is None else sums + carried
 
     def state_dict(self) -> list[float]:
-        """The sums since the last `take` over all ranks, for a checkpoint between two rows; empty if all are 0.
+        """Return the sums since the last `take` over all ranks, for a checkpoint between two rows; empty if all are 0.
 
         They stay for the next `take`. An all-reduce as there, and one host sync.
         """
@@ -269,7 +269,7 @@ class MoEHooks:
             self._carried = carried.to(self._device, non_blocking=True)
 
     def columns(self, sums: Sequence[float]) -> dict[str, float]:
-        """Columns of metrics for each layer, from the sums of `take`.
+        """Return columns of metrics for each layer, from the sums of `take`.
 
         `moe.<layer>.max_load`, `min_load`: the fullest and the emptiest expert over the mean; `dead`: experts without a
         token; `entropy` of the router in nats; `drop_rate`: fraction of the choices that the capacity dropped;
@@ -291,7 +291,7 @@ class MoEHooks:
         return columns
 
     def loads(self, sums: Sequence[float]) -> dict[str, list[float]]:
-        """{`moe.<layer>.load`: tokens of each expert over the mean, E numbers}, from the sums of `take`.
+        """Return {`moe.<layer>.load`: tokens of each expert over the mean, E numbers}, from the sums of `take`.
 
             row |= hooks.loads(sums)      # next to `columns`, for a plot of all experts
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_moe import load_balancing, router
-from forge_moe._shared.module_arguments import config_arguments
+from forge_moe._shared.module_arguments import FromConfig, config_arguments
 from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import inside_backward, is_fake
 from forge_moe.config import MoEConfig
@@ -22,7 +22,7 @@ from forge_moe.replay import record_or_replay, replaying
 from forge_moe.router import Router, RoutingResult, check_tokens
 
 
-class SharedExperts(nn.Module):
+class SharedExperts(FromConfig, nn.Module):
     """Experts that see every token, as one feed-forward: its width is the sum of their widths.
 
     That is the same function, as outputs of experts add up. With `gate`, a sigmoid of the token scales the sum
@@ -72,7 +72,7 @@ class SharedExperts(nn.Module):
         }
 
 
-class MoE(nn.Module):
+class MoE(FromConfig, nn.Module):
     """A feed-forward of experts, of which each token uses `top_k`.
 
         moe = MoE(dim=512, hidden_dim=1024, num_experts=8, top_k=2, aux_loss_weight=0.01)
@@ -123,7 +123,7 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, ctx: TokenContext | None = None, *, return_aux: bool = False
     ) -> Any:
-        """x (B, S, D) or (T, D) -> y of the same shape and dtype; with `return_aux` (y, `AuxLosses` of this call).
+        """Compute y of the shape and dtype of x (B, S, D) or (T, D); with `return_aux` (y, `AuxLosses` of this call).
 
         Returned losses have gradients, are zeros in eval, and are not handed to `aux_losses` too. ValueError for
         `return_aux` with `aux = "attach"`, whose losses would count twice, or "none".

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_moe._registered import find_registered
-from forge_moe._shared.module_arguments import config_arguments
+from forge_moe._shared.module_arguments import FromConfig, config_arguments
 from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import without_autocast
@@ -58,7 +58,7 @@ class RoutingRule(NamedTuple):
     routes_all_slots: bool = False
 
 
-class Router(nn.Module):
+class Router(FromConfig, nn.Module):
     """A router that can be used without a layer.
 
         weights, ids = Router(dim=512, num_experts=64, name="sigmoid_topk", top_k=6)(x)

@@ -138,7 +138,7 @@ def make_meshes(
     *,
     mesh: Any = None,
 ) -> Meshes:
-    """The meshes and groups of `config` over the ranks of the running process group.
+    """Return the meshes and groups of `config` over the ranks of the running process group.
 
     Without a group this is one process; where it needs FSDP2 (`casts_on_one_rank`) a group of one rank is
     started (no port, no file; `end_process_group` ends it). Collective: every rank calls it. Each group

@@ -85,7 +85,7 @@ class Heartbeat:
         return _heartbeat_of_process(folder, int(rank) if folder else 0, os.getpid())
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """The main loop enters `phase`, in `step` (without one, still that of the entry before)."""
+        """Enter `phase` of the main loop, in `step` (by default that of the entry before)."""
         if step is not None:
             self._step = step
         if phase == "step":
@@ -96,7 +96,7 @@ class Heartbeat:
         self._memory[at : at + _SLOT] = entry + zlib.crc32(entry).to_bytes(4, "little")
 
     def background(self, name: str) -> None:
-        """Another thread begins work (`"save"`), or is done with it (`""`)."""
+        """Begin work of another thread (`"save"`), or end it (`""`)."""
         self._background_entries = number = self._background_entries + 1
         entry = _ENTRY.pack(number, monotonic(), _NO_STEP, 0, _encode(name))
         at = _BACKGROUND + _SLOT * (number & 1)

@@ -74,7 +74,7 @@ class _Key(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compare replicas on several ranks, and a rank's memory between two moments, by checksums.
+    """Comparison by checksums: of replicas on several ranks, and of a rank's memory between two moments.
 
         check = ReplicaCheck()                                       # all ranks
         if step % 100 == 0:                                          # after the optimizer's step
@@ -111,7 +111,7 @@ class ReplicaCheck:
         self._sealed = self._sums(tensors)
 
     def unseal(self) -> None:
-        """Forget them: from now on tensors may change."""
+        """Forget the checksums: from now on tensors may change."""
         self._sealed = {}
 
     def compare(self, tensors: Mapping[str, Tensor]) -> list[Mismatch]:

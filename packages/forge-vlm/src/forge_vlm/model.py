@@ -180,7 +180,7 @@ class VLM(Transformer):
         branch_ids: Tensor | None = None,
         **rest: Any,
     ) -> Tensor:
-        """Hidden states (B, S, D), as `Transformer.hidden`, which the other keywords go to.
+        """Compute hidden states (B, S, D), as `Transformer.hidden`, which takes the other keywords.
 
         The media of the encoder (`images`: (N, 3, H, W), uint8 or normalized floats, or an object with such `values`
         for all rows) may be missing or have no entries: then tokens are text alone, and hidden states are the text

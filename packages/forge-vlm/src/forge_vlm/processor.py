@@ -28,7 +28,7 @@ _FAMILIES = ("llava", "qwen3_vl")
 
 
 class Processor:
-    """Make the inputs of a `VLM` from texts and images.
+    """Processor of texts and images: makes the inputs of a `VLM`.
 
         processor = Processor.from_pretrained("llava-1.5-7b-hf")
         inputs = processor("USER: <image>\\nWhat is this? ASSISTANT:", image)
@@ -129,7 +129,7 @@ class Processor:
 
     def __call__(
         self, text: str | Sequence[str], images: Any = None, *, padding: bool = True
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Return the inputs of one text or of several, as keywords of `model(...)` and `model.generate(...)`.
 
         images: pillow images or (H, W, 3) uint8, in the order of the placeholders of all texts: one, a list, or a list
@@ -159,7 +159,7 @@ class Processor:
         return {**self._batch(rows, padding), **self._media(tiles)}
 
     def decode(self, ids: Tensor | Sequence[int]) -> str:
-        """The text of new tokens (N,) up to the first end token."""
+        """Return the text of new tokens (N,) up to the first end token."""
         kept: list[int] = []
         for number in ids.tolist() if isinstance(ids, Tensor) else ids:
             if number in self.eos_id:
@@ -168,7 +168,7 @@ class Processor:
         return str(self.tokenizer.decode(kept))
 
     def batch_decode(self, ids: Iterable[Tensor | Sequence[int]]) -> list[str]:
-        """The texts of new tokens (B, N)."""
+        """Return the texts of new tokens (B, N)."""
         return [self.decode(row) for row in ids]
 
     def _encode(self, text: str) -> list[int]:

@@ -106,7 +106,7 @@ def _join(rank: int, world: int, folder: Path, kind: str) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+    store = dist.FileStore(str(folder / "store"), world)
     device = devices.take(kind, rank)
     on_cuda = device.type == "cuda"
     dist.init_process_group(

@@ -35,7 +35,7 @@ class SaveEvent:
 
 
 class SaveHandle(Future[Path]):
-    """A save, as a `concurrent.futures.Future`: `Store.save` returns it.
+    """Handle of a save that `Store.save` returns: a `concurrent.futures.Future`.
 
         handle = store.save(step, state, wait=False)
         handle.done()      # whether the save is committed or failed; returns at once
@@ -53,12 +53,12 @@ class SaveHandle(Future[Path]):
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Path:
-        """The directory of the committed checkpoint; raises what the save failed with."""
+        """Wait, and return the directory of the committed checkpoint; raise the error of a failed save."""
         self.exception(timeout)
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What the save failed with, or None."""
+        """Wait, and return the error of a failed save, or None."""
         error = super().exception(timeout)
         self.was_read = True
         return error

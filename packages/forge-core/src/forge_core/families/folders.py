@@ -53,7 +53,7 @@ class PretrainedFolder:
             self.config = replace(self.config, tie_embeddings=False)
 
     def processor(self) -> dict[str, Any]:
-        """The table of the folder's image processor; empty without one."""
+        """Return the table of the folder's image processor; empty without one."""
         return read_processor(self.path)
 
     def build(

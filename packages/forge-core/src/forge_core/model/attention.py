@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from forge_core._shared.module_arguments import config_arguments
+from forge_core._shared.module_arguments import FromConfig, config_arguments
 from forge_core._shared.problems import invalid
 from forge_core._torch_compat import not_compiled
 from forge_core.flops import linear_flops
@@ -146,7 +146,7 @@ def _attend_by_flex(
     return attend_flex(q, k, v, blocks, *rest)
 
 
-class RotaryMixer(WithPoints):
+class RotaryMixer(FromConfig, WithPoints):
     """A mixer with rotary positions, whose tables are computed once per forward and passed to all layers in ctx."""
 
     attend: Attend

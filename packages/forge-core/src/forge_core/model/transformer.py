@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core._renamed import reject_old_head, renamed, renamed_argument
-from forge_core._shared.module_arguments import config_arguments
+from forge_core._shared.module_arguments import FromConfig, config_arguments
 from forge_core._shared.module_protocols import check_names
 from forge_core._shared.problems import invalid
 from forge_core.flops import forward_flops
@@ -77,7 +77,7 @@ class TiedHead(nn.Module):
         return self.transform(F.linear(x, weight))
 
 
-class Transformer(nn.Module):
+class Transformer(FromConfig, nn.Module):
     """Decoder-only transformer of Llama's shape; sublayers and blocks can be replaced.
 
         model = Transformer(vocab_size=256, dim=128, num_layers=4, num_heads=4)
@@ -388,11 +388,11 @@ class Transformer(nn.Module):
         return list(self.layers.values())
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding; None in a stage of a pipeline without it."""
+        """Return the embedding; None in a stage of a pipeline without it."""
         return self.embedding
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output head; None in a stage without it. Tied, it has no parameters."""
+        """Return the output head; None in a stage without it. Tied, it has no parameters."""
         return self.lm_head
 
     def pipeline_parts(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class NamedOptimizer(torch.optim.Optimizer):
     def config_arguments(
         cls, init: Callable[..., Any], model: nn.Module, config: OptimizerConfig
     ) -> dict[str, Any]:
-        """Arguments of the constructor `init` for the trainable parameters of a model and a configuration."""
+        """Return the arguments of the constructor `init` for the trainable parameters of a model and a configuration."""
         taken = inspect.signature(init).parameters
         settings = {key: v for key, v in class_settings(config).items() if key in taken}
         muon, rounds = cls.splits_matrices, cls.rounds_weights
@@ -176,7 +176,7 @@ class NamedOptimizer(torch.optim.Optimizer):
                 self.state_of(parameter, group)
 
     def slots(self, group: Group) -> Slots:
-        """Names of the state of each parameter of a group."""
+        """Return the names of the state of each parameter of a group."""
         raise NotImplementedError
 
     def update(self, group: Group, parameters: list[Tensor], skip: Tensor | None) -> None:
@@ -233,14 +233,14 @@ class NamedOptimizer(torch.optim.Optimizer):
                 self.update(group, parameters, skip)
 
     def state_of(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
-        """State of one parameter; made here where a loaded state has none for it."""
+        """Return the state of one parameter; made here where a loaded state has none for it."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state.update(self.fresh(parameter, group))
         return state
 
     def fresh(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
-        """State before the first step: zeros, sharded like the parameter."""
+        """Return the state before the first step: zeros, sharded like the parameter."""
         tensors, numbers = self.slots(group)
         made = {
             name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in numbers

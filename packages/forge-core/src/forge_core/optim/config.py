@@ -105,7 +105,7 @@ class ScheduleFreeConfig:
 
 @dataclass(frozen=True)
 class EMAConfig:
-    """An exponential moving average of the weights: `EMAConfig(decay=0.999)`."""
+    """Exponential moving average of the weights: `EMAConfig(decay=0.999)`."""
 
     decay: float | None = field(
         None,

@@ -25,7 +25,7 @@ _WARM_UP = 9.0
 
 
 class EMA:
-    """Averages the weights that `optimizer` trains: average <- d average + (1 - d) weights, after each update.
+    """Exponential moving average of the weights that `optimizer` trains: average <- d average + (1 - d) weights, after each update.
 
         optimizer = EMA(AdamW(param_groups(model), lr=1e-3), EMAConfig(decay=0.999))
         loss.backward(); optimizer.step()

@@ -116,7 +116,7 @@ class Muon(AdamW):
         self._crossed = frozenset(name for name in names if ".cross_" in name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `NamedOptimizer.add_param_group`; without the key "muon" all parameters must be matrices of blocks."""
+        """Add a group, as `NamedOptimizer` does; without the key "muon" all parameters must be matrices of blocks."""
         (given,) = as_groups([param_group])
         if given.setdefault("muon", True):
             _check_matrices(given["params"], by_name="muon" not in param_group)
@@ -135,10 +135,9 @@ class Muon(AdamW):
         return Slots(("momentum_buffer",), ("step",) if is_rounded(group) else ())
 
     def outdated_slots(self, name: str, saved: Collection[str]) -> set[str]:
-        """Saved slots of a parameter that the other optimizer trained in an earlier version: a stack of vectors, then
-        taken for a matrix (F146), or a matrix of a cross-attention block (F218).
+        """Return the saved slots of a parameter that the other optimizer trained in an earlier version.
 
-        Its moments start from zero; `load_named_state` and a checkpoint leave these slots out.
+        It is a stack of vectors, then taken for a matrix (F146), or a matrix of a cross-attention block (F218). Its moments start from zero; `load_named_state` and a checkpoint leave these slots out.
         """
         to_adamw = name in self._stacked_vectors and "momentum_buffer" in saved
         to_muon = name in self._crossed and "exp_avg" in saved
@@ -146,7 +145,7 @@ class Muon(AdamW):
         return slots.intersection(saved) if to_adamw or to_muon else set()
 
     def load_named_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """As `NamedOptimizer.load_named_state`; a parameter with `outdated_slots` starts from zero."""
+        """Copy in a named state, as `NamedOptimizer` does; a parameter with `outdated_slots` starts from zero."""
         found = dict(state)
         for name, (parameter, group) in self._named_members():
             if self.outdated_slots(name, state.get(name, ())):

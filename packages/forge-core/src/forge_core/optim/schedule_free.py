@@ -27,7 +27,7 @@ _TINY = 1e-38
 
 
 class ScheduleFreeAdamW(NamedOptimizer):
-    """ "The Road Less Scheduled" (Defazio et al. 2024, algorithm 1), with Adam's denominator and decoupled decay at y.
+    """Schedule-free AdamW ("The Road Less Scheduled", Defazio et al. 2024, algorithm 1), with decoupled decay at y.
 
         optimizer = ScheduleFreeAdamW(param_groups(model), lr=2.5e-3)
         loss.backward(); optimizer.step()                     # the model's weights are y
@@ -118,12 +118,12 @@ class ScheduleFreeAdamW(NamedOptimizer):
             group["train_mode"] = True
 
     def named_state(self) -> dict[str, dict[str, Tensor | float]]:
-        """As `NamedOptimizer.named_state`; RuntimeError unless the weights are x."""
+        """Return the named state, as `NamedOptimizer` does; RuntimeError unless the weights are x."""
         self._require_mode(False, "named state belongs to the average", "eval")
         return super().named_state()
 
     def load_named_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """As `NamedOptimizer.load_named_state`; RuntimeError unless the weights are x."""
+        """Copy in a named state, as `NamedOptimizer` does; RuntimeError unless the weights are x."""
         self._require_mode(False, "named state belongs to the average", "eval")
         super().load_named_state(state)
 

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
 from functools import wraps
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -32,6 +32,15 @@ def factory(device: Device = None, dtype: torch.dtype | None = None) -> Iterator
     finally:
         if dtype is not None:
             torch.set_default_dtype(before)
+
+
+class FromConfig:
+    """Base of modules whose first argument is a config."""
+
+    @classmethod
+    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Self:
+        """Return the module of a config, with initial values; arguments are those of the constructor."""
+        return cls(config, *args, **kwargs)  # type: ignore[call-arg]
 
 
 def factory_arguments(init: Init) -> Init:

@@ -132,7 +132,7 @@ def _run_rank(
             torch.cuda.set_device(device)
         if world > 1:
             choose_interface(None)
-            store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+            store = dist.FileStore(str(folder / "store"), world)
             # by default a rank that hangs is killed at the cell's timeout, 60 or 300 s, before this one
             init_backends(store, rank, world, device, 600.0)
         status = ExitStatus("returned", function(device))

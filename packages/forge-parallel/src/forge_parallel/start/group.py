@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store
 
 from forge_parallel._shared.problems import problems_of
 from forge_parallel.start.rendezvous import leave_rendezvous, rendezvous

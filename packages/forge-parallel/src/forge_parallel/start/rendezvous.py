@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store
 
 from forge_parallel._shared.launch import RUN_NAME
 from forge_parallel._shared.problems import Problem

@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 from forge_parallel._shared.launch import LOOPBACK, STORE_FD
 from forge_parallel._shared.problems import Problem, WithProblems, invalid

@@ -37,7 +37,7 @@ LIFE = "FORGE_LIFE"
 
 
 class Result(int):
-    """How a supervised job ended: `sys.exit(result.code)`.
+    """End of a supervised job: `sys.exit(result.code)`.
 
     code: the exit code of the job, an `ExitCode` or that of its program.
     attempts: how often its ranks were started, at least 1.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,11 @@ class ViT(nn.Module):
         self.positions = nn.Embedding(c.side**2, c.dim)
         self.layers = nn.ModuleList(_Block(c) for _ in range(c.num_layers))
         self.norm = nn.LayerNorm(c.dim)
+
+    @classmethod
+    def from_config(cls, config: VisionConfig) -> Self:
+        """Return the encoder of a config, with initial values."""
+        return cls(config)
 
     def forward(self, images: Any) -> Features:
         """Features of images (N, 3, H, W), or of the entries of a ragged extra."""

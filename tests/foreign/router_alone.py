@@ -1,18 +1,15 @@
 """A router of Forge in a layer of another code base, which has experts of its own."""
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.lane("test"), pytest.mark.uses("forge_moe")]
+from forge_moe import Router
 
 
 class OwnLayer(nn.Module):
     """Experts are a list of modules."""
 
     def __init__(self, dim: int, num_experts: int) -> None:
-        from forge_moe import Router
-
         super().__init__()
         self.router = Router(dim=dim, num_experts=num_experts, top_k=2)
         self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_experts))
@@ -26,14 +23,7 @@ class OwnLayer(nn.Module):
         return out
 
 
-def test_the_output_is_that_of_a_softmax_over_the_two_best() -> None:
-    torch.manual_seed(0)
-    layer, x = OwnLayer(8, 4), torch.randn(10, 8)
-    y = layer(x)
-    best, ids = (x @ layer.router.weight.T).topk(2)
-    outputs = torch.stack([expert(x) for expert in layer.experts], dim=1)  # (T, E, D)
-    chosen = outputs.gather(1, ids[..., None].expand(-1, -1, 8))
-    wanted = (best.softmax(-1)[..., None] * chosen).sum(1)
-    torch.testing.assert_close(y, wanted)
-    y.sum().backward()
-    assert layer.router.weight.grad.abs().sum() > 0
+torch.manual_seed(0)
+layer, x = OwnLayer(8, 4), torch.randn(10, 8)
+y = layer(x)
+y.sum().backward()
