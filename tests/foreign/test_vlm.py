@@ -50,7 +50,7 @@ def write_llava(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(pixels)
 
 
-def test_a_script_that_asks_about_images(tmp_path: Path) -> None:
+def test_a_script_that_answers_questions_about_images(tmp_path: Path) -> None:
     write_llava(tmp_path / "llava")
     assert run("vlm_answers.py", tmp_path / "llava", tmp_path / "out") == "answers 2"
 

@@ -115,7 +115,7 @@ def job_of(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", PATTERNS)
-def test_an_encoder_is_tuned_by_adapters_alone(tmp_path: Path, name: str) -> None:
+def test_an_encoder_is_tuned_by_only_adapters(tmp_path: Path, name: str) -> None:
     alone, keys = job_of(name, tmp_path / "alone")
     many, _ = job_of(name, tmp_path / "many")
     wanted = fit_alone(alone, **keys)
@@ -166,7 +166,7 @@ def test_the_base_is_that_of_the_folder(tmp_path: Path) -> None:
             assert torch.equal(ours, value), name
 
 
-def test_what_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
+def test_modules_that_are_no_linear_layer_are_rejected(tmp_path: Path) -> None:
     job, keys = job_of("qwen3_vl", tmp_path)
     for pattern, code in (
         ("vision.model.patch_embed.*", "type"),
@@ -237,7 +237,7 @@ def test_adapters_of_a_llava_go_to_peft(tmp_path: Path) -> None:
     assert (before - wanted).abs().max() > 1e-3
 
 
-def test_a_family_whose_modules_are_unknown_is_refused() -> None:
+def test_a_family_whose_modules_are_unknown_is_rejected() -> None:
     section = VLMModelConfig(vocab_size=8, modalities={"image": ModalityConfig(first_id=3)})
     with rejects("--family", "smolvlm", "adapter", ConfigError):
         modules_of(section, "smolvlm")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from forge_testing.pictures import SIDE
 from forge_testing.problems import rejects
 from forge_testing.runs import assert_same_bits, fit_alone, make_job, saved_tensors
+from forge_testing.squares import SIDE
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, write_vlm_job
 from forge_train import ConfigError, read_run
 
@@ -76,7 +76,7 @@ def test_the_encoder_begins_as_in_its_folder(
 
 
 @pytest.mark.slow
-def test_beside_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
+def test_next_to_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
     """Both sources reach the run once: a resume goes on with its own weights."""
     wanted = save(tmp_path / "clip")
     text = make_job(tmp_path / "text")
@@ -104,7 +104,7 @@ def test_beside_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.lane("quick")
-def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_a_folder_of_another_encoder_is_rejected_with_the_difference(tmp_path: Path) -> None:
     def check(folder: str, key: str, value: Any, code: str, keys: Any = ()) -> None:
         given = KEYS | {"init.encoder": str(tmp_path / folder)} | dict(keys)
         with rejects(key, value, code, ConfigError):
@@ -128,7 +128,7 @@ def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path
     assert CLIP["image_size"] == SIDE
 
 
-def test_tensors_of_another_shape_are_refused_with_both(tmp_path: Path) -> None:
+def test_tensors_of_another_shape_are_rejected_with_both(tmp_path: Path) -> None:
     """Of a folder whose config does not describe its tensors."""
     save(tmp_path / "clip", intermediate_size=32)
     config = json.loads((tmp_path / "clip/config.json").read_text())
@@ -137,7 +137,7 @@ def test_tensors_of_another_shape_are_refused_with_both(tmp_path: Path) -> None:
         fit_alone(write_vlm_job(tmp_path), **KEYS | {"init.encoder": str(tmp_path / "clip")})
 
 
-def test_older_files_have_keys_that_say_nothing(tmp_path: Path) -> None:
+def test_older_files_have_keys_without_a_meaning(tmp_path: Path) -> None:
     """Those of CLIP have every key of the library's first configs, and the width of a head that is not used."""
     wanted = save(tmp_path / "clip")
     config = json.loads((tmp_path / "clip/config.json").read_text())

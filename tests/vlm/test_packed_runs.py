@@ -71,7 +71,7 @@ def strips(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any
 
 
 @pytest.mark.slow
-def test_the_answer_is_learnt_from_pictures_of_any_shape(tmp_path: Path) -> None:
+def test_the_answer_is_learned_from_images_of_any_shape(tmp_path: Path) -> None:
     job = packed_job(tmp_path)
     fit_alone(job, **strips(tmp_path), **{"train.steps": 40})
     losses = columns(job)["loss"]
@@ -118,16 +118,14 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, world: int) -> None:
     ],
     ids=["patch_size", "patch_time", "merge"],
 )
-def test_patches_that_are_not_the_encoders_are_refused(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_patches_of_another_encoder_are_rejected(tmp_path: Path, options: dict[str, Any]) -> None:
     key = f"data.sources.squares.options.{next(iter(options))}"
     with rejects(key, 2, "encoder", ConfigError):
         Trainer(load_job(packed_job(tmp_path), strips(tmp_path, options)))
     assert not (tmp_path / "run").exists()
 
 
-def test_pictures_of_one_size_are_refused(tmp_path: Path) -> None:
+def test_images_of_one_size_are_rejected(tmp_path: Path) -> None:
     """A source of `images` for an encoder of `patches`."""
     with rejects("model.name", ..., "extras", ConfigError):
         Trainer(load_job(packed_job(tmp_path)))

@@ -136,7 +136,7 @@ def test_another_model_is_no_internvl(tmp_path):
             INTERNVL.config_to_hf(other)
 
 
-def test_what_changes_the_function_is_refused(tmp_path):
+def test_keys_that_change_the_function_are_rejected(tmp_path):
     theirs = theirs_of()
     theirs.config.save_pretrained(tmp_path)
     hf = json.loads((tmp_path / "config.json").read_text())

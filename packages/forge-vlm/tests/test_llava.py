@@ -152,7 +152,7 @@ def test_a_written_folder_opens_in_transformers(options, tmp_path):
         assert torch.equal(opened.eval()(input_ids=tokens, pixel_values=images).logits, wanted)
 
 
-def test_keys_that_change_the_function_are_refused(tmp_path):
+def test_keys_that_change_the_function_are_rejected(tmp_path):
     hf, _ = saved(theirs_of(), tmp_path)
     own, text = "vision_feature_select_strategy", {"model_type": "opt"}
     for change, key, value, code in (
@@ -184,7 +184,7 @@ def test_an_older_file_has_defaults_of_its_decoder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2", "idefics3", "smolvlm", "vit"])
-def test_F73_pixels_are_normalised_as_the_encoder_was_trained(kind):
+def test_F73_pixels_are_normalized_as_the_encoder_was_trained(kind):
     model_type = {"vit": "vit"}.get(kind, f"{kind}_vision" + "_model" * (kind[-1] in "p2"))
     theirs = transformers.models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[kind]
     processor = getattr(transformers, theirs["pil"])
@@ -199,7 +199,7 @@ def test_F73_pixels_are_normalised_as_the_encoder_was_trained(kind):
     assert given.pixels == ((0.1, 0.2, 0.3), wanted[1])
 
 
-def test_F73_an_encoder_that_nobody_knows_needs_its_mean():
+def test_F73_an_unknown_encoder_needs_its_mean():
     with rejects("mean", ..., "missing"):
         VisionConfig("transformers", transformers={"model_type": "blip_vision_model"})
     own = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)}

@@ -252,7 +252,7 @@ def test_layers_of_the_released_models_have_the_numbers_of_their_text_models(tmp
         assert back["num_hidden_layers"] == total
 
 
-def test_keys_that_change_the_function_are_refused(tmp_path):
+def test_keys_that_change_the_function_are_rejected(tmp_path):
     hf, _ = saved(theirs_of(), tmp_path)
     text = hf["text_config"]
     for key, value, code in (
@@ -272,7 +272,7 @@ def test_keys_that_change_the_function_are_refused(tmp_path):
         MLLAMA.config_to_hf(type(config)(**{**vars(config), "fusion": fusion}))
 
 
-def test_options_of_other_encoders_are_refused(tmp_path):
+def test_options_of_other_encoders_are_rejected(tmp_path):
     hf, _ = saved(theirs_of(), tmp_path)
     vision = {**hf["vision_config"], "vision_output_dim": 32}
     with rejects("vision.transformers.vision_output_dim", 32, "mismatch"):

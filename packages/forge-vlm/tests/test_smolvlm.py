@@ -101,7 +101,7 @@ def test_logits_are_those_of_transformers(name, options, tmp_path):
     assert distance(masked, wanted) > 1e-3  # so have the masks
 
 
-def test_a_picture_and_a_prompt_give_the_logits_of_processor_and_model(tmp_path):
+def test_an_image_and_a_prompt_give_the_logits_of_processor_and_model(tmp_path):
     """From bytes of a picture: tiles, text around them, token ids, normalisation, encoder, decoder."""
     pytest.importorskip("PIL")
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -187,7 +187,7 @@ def test_a_written_folder_opens_in_transformers(name, tied, tmp_path):
         assert torch.equal(opened.eval()(input_ids=tokens, **media).logits, wanted)
 
 
-def test_a_published_file_is_read_and_what_changes_the_function_refused(tmp_path):
+def test_a_published_file_is_read_and_changes_of_the_function_rejected(tmp_path):
     """SmolVLM-256M-Instruct's file has keys of the code that trained it; transformers reads none of them."""
     theirs_of("idefics3").config.save_pretrained(tmp_path)
     hf = json.loads((tmp_path / "config.json").read_text())
