@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vlm.qwen3_vl_folder import IDS, save, write_talks
+from tests.vlm.file_jobs import OF_QWEN, OF_TRANSFORMERS, qwen3_vl_job, write_qwen3_vl
+from tests.vlm.qwen3_vl_folder import IDS, save
 from tests.vlm.test_hugging_face import JOB as LLAVA_JOB
 from tests.vlm.test_hugging_face import LLAVA, logits, opened
 from tests.vlm.test_hugging_face import save as save_llava
@@ -36,75 +37,23 @@ from forge_vlm import ModalityConfig
 pytestmark = pytest.mark.lane("test")
 
 pytest.importorskip("transformers")
-QWEN_JOB = """
-[run]
-dir = "RUN"
-[init]
-from = "HF"
-[data]
-seq_len = 128
-[data.sources.talks]
-name = "forge_vlm.data:open_source"
-path = "TALKS"
-[data.sources.talks.options]
-template = "tokenizer"
-tokenizer = "HF"
-image = "<|image_pad|>"
-positions = "mrope"
-patch_size = 4
-resolution = { name = "budget", budget = { multiple = 8, min_pixels = 64, max_pixels = 1024 } }
-[train]
-steps = 6
-global_batch = 4
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 0
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
-"""
 LORA = {
     "lora.rank": 4,
     "lora.base_dtype": "fp32",
     "checkpoint.every_steps": 1,
     "checkpoint.keep_last": 9,
 }
-OF_TRANSFORMERS = [
-    "layers.*.mixer.*_proj",
-    "vision.model.encoder.*.q_proj",
-    "vision.model.encoder.*.v_proj",
-    "vision.model.encoder.*.fc?",
-]
-OF_QWEN = ["layers.*.mixer.*_proj", "vision.model.*.qkv", "vision.model.*.linear_fc?"]
 PATTERNS = {"clip": OF_TRANSFORMERS, "siglip": OF_TRANSFORMERS, "qwen3_vl": OF_QWEN}
 #: Linear layers of the encoder that get an adapter: of two blocks, or of three with their mergers.
 COUNTS = {"clip": 2 * 4, "siglip": 2 * 4, "qwen3_vl": 3 * 3 + 3 * 2}
-
-
-def qwen_job(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    save(folder / "hf")
-    write_talks(folder / "data/talks.jsonl")
-    text = QWEN_JOB.replace("RUN", str(folder / "run")).replace("HF", str(folder / "hf"))
-    path = folder / "job.toml"
-    path.write_text(text.replace("TALKS", str(folder / "data/talks.jsonl")))
-    return path
 
 
 def job_of(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A job, and its keys."""
     keys = {**LORA, "lora.patterns": PATTERNS[name]}
     if name == "qwen3_vl":
-        return qwen_job(folder), keys
+        write_qwen3_vl(folder)
+        return qwen3_vl_job(folder, folder), keys
     model = {
         "model.vision.transformers": {**CLIP, "model_type": f"{name}_vision_model"},
         "model.vision.select_layer": [-1],  # below it adapters would learn nothing
