@@ -14,7 +14,9 @@ Two kinds of hits, by area (tests of a package or of the runner; a folder of tes
 
 A line with `# prose: REASON` is exempt, and counted.
 
-Seen to fail: a `pytest.raises(ValueError)` without pattern, an assertion of three words of a message.
+The name of a test states its claim in plain words: none has a word of `never` or `test_names` of scripts/language.toml.
+
+Seen to fail: a `pytest.raises(ValueError)` without pattern, an assertion of three words of a message, a test that `is_refused`.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ import builtins
 import functools
 import re
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import records
+from check_language import LISTS, whole_word
 
 ROOT = Path(__file__).resolve().parent.parent
 _WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
@@ -166,6 +170,18 @@ def test_files() -> list[Path]:
     return sorted(f for folder in folders for f in folder.rglob("*.py"))
 
 
+def wrong_names() -> Iterator[str]:
+    """A line for each name of a test that has a word of the lists."""
+    lists = tomllib.loads(LISTS.read_text())
+    words = {**lists["never"], **lists["test_names"]}
+    patterns = {whole_word(expression): plain for expression, plain in words.items()}
+    for file in test_files():
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE):
+            for pattern, plain in patterns.items():
+                if found := pattern.search(name):
+                    yield f"{file.relative_to(ROOT)}: {name} has `{found[0]}`; write: {plain}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -184,7 +200,7 @@ def main() -> int:
     if args.record:
         records.record("prose", counts)
         return 0
-    wrong = records.problems("prose", counts)
+    wrong = [*records.problems("prose", counts), *wrong_names()]
     print("\n".join(wrong), file=sys.stderr) if wrong else None
     return int(bool(wrong))
 

@@ -10,7 +10,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
 
 Every key of a job, generated from the dataclasses that check it. Each can be set in a TOML file or as
-a flag, `--train.steps 100`; `<name>` is a name of your choice. `none` unsets an optional value. With
+a flag, `--train.steps 100`; `<name>` is a name of your choice. `none` unsets an optional value. The
+range of a number is the rule of its check. With
 `model.name = "package.module:function"` the other keys of `[model]` are `vocab_size` and the table
 `args`, the keyword arguments of that function.
 

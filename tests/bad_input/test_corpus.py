@@ -32,7 +32,7 @@ def snapshot(folder: Path) -> list[bytes]:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("name", BY_NAME)
-def test_F107_bad_input_is_refused_with_value_rule_and_fix(
+def test_F107_bad_input_is_rejected_with_value_rule_and_fix(
     tmp_path: Path, warm: WarmProcess, name: str
 ) -> None:
     case = BY_NAME[name]
@@ -55,7 +55,7 @@ def test_F107_bad_input_is_refused_with_value_rule_and_fix(
     assert snapshot(tmp_path) == before, "something on disk was lost"
 
 
-def test_every_input_is_recorded_and_nothing_else() -> None:
+def test_the_record_has_exactly_the_inputs() -> None:
     assert RECORDED.keys() == BY_NAME.keys()
 
 

@@ -53,7 +53,7 @@ def test_a_thousand_signals_during_a_save_save_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.6])
-def test_a_signal_in_the_middle_of_imports_asks_to_come_again(
+def test_a_signal_in_the_middle_of_imports_ends_with_the_requeue_code(
     tmp_path: Path, fraction: float
 ) -> None:
     """Nothing is lost yet, and no import is left half-made: 75, whichever rank has its handler already."""

@@ -37,10 +37,10 @@ from forge_resilience.heartbeat import HeartbeatRecord
 from forge_resilience.slurm import JobFacts, batch_script, orchestrator_command, small_job
 from forge_resilience.supervise import Watch, supervise
 from forge_testing import run_on_ranks, vlm_jobs, write_job
-from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
+from forge_testing.chats import CHATML, HEADERS, dialog, save_tokenizer, write_dialogs
 from forge_testing.disk import Disk
 from forge_testing.models import Counting
-from forge_testing.probes import wrong_products
+from forge_testing.probes import wrong_results
 from forge_testing.problems import assert_problem, rejects
 from forge_train import Callback, ConfigError, DataError, Extension, Trainer, load_job, read_run
 from forge_train.build.build import feed_forward_factory
@@ -272,7 +272,7 @@ def _answers(t: Trainer, factor: float) -> Any:
 
 def probed(t: Trainer) -> Any:
     """How often a device that computes wrong is looked at, how, and the end of the run."""
-    with wrong_products(lambda: True) as asked:
+    with wrong_results(lambda: True) as asked:
         try:
             return t.fit().step, asked
         except HardwareError as error:
@@ -305,7 +305,7 @@ def layout(options: dict[str, Any]) -> Any:
 
 
 FUSED = {"train.loss": "fused_cross_entropy"}
-PARTS = "forge_testing.parts"
+PARTS = "forge_testing.extensions"
 COUNTING = "forge_testing.models:Counting"
 ROPE = {
     "model.rope_scaling.factor": 4.0,
@@ -373,14 +373,14 @@ VLM = {
     "model.vision.vit.num_layers": 1,
     "model.vision.vit.num_heads": 2,
     "model.modalities.image.first_id": 2,
-    "data.sources.<name>.name": "forge_testing.pictures:Squares",
+    "data.sources.<name>.name": "forge_testing.squares:Squares",
     "data.seq_len": 8,
     "eval.every_steps": 0,
     "sample.max_new_tokens": 0,
 }
 FLAT = {
     **{k: v for k, v in VLM.items() if ".vit." not in k},
-    "model.vision.name": "forge_testing.pictures:Flat",
+    "model.vision.name": "forge_testing.squares:FlatEncoder",
 }
 CLIP = {
     **FLAT,
@@ -403,10 +403,10 @@ CHOOSING = {**MOMA, "model.fusion.moma.router": "expert_choice"}
 SHUFFLE = {**VLM, "model.adapter.name": "pixel_shuffle", "model.vision.vit.patch_size": 2}
 CROSS = {**VLM, "model.num_layers": 2, "model.fusion.name": "cross_attention"}
 ADAPTERS = {"resampler": {"model.adapter.resampler.num_latents": 4}}
-VISION = "forge_testing.pictures"
+VISION = "forge_testing.squares"
 SIGHT = {
     "model.vision.name": Probe(
-        "forge_testing.pictures:Flat", shapes, {**FLAT, "model.vision.name": "vit"}
+        "forge_testing.squares:FlatEncoder", shapes, {**FLAT, "model.vision.name": "vit"}
     ),
     **{
         f"model.vision.vit.{key}": Probe(other, shapes, VLM)
@@ -457,7 +457,7 @@ SIGHT = {
     "model.input_only_ids": Probe(4, shapes, VLM),
     "model.images_per_row": Probe(2, operations, VLM),
     "model.adapter.options": Probe(
-        {"factor": 2.0}, seen, {**VLM, "model.adapter.name": f"{VISION}:Scaled"}
+        {"factor": 2.0}, seen, {**VLM, "model.adapter.name": f"{VISION}:ScaledAdapter"}
     ),
     "model.fusion.name": Probe("mixture_of_transformers", shapes, VLM),
     "model.fusion.mixture_of_transformers.share": Probe(
@@ -725,14 +725,14 @@ PROBES: dict[str, Probe] = {
     "model.rope_scaling.name": Probe("linear", logits, {"model.rope_scaling.factor": 2.0}),
     **{f"model.rope_scaling.{key}": probe for key, probe in YARN_KEYS.items()},
     "model.rope_scaling.options": Probe(
-        {"by": 3.0}, logits, {"model.rope_scaling.name": f"{PARTS}:slower"}
+        {"by": 3.0}, logits, {"model.rope_scaling.name": f"{PARTS}:scaled_frequencies"}
     ),
     "model.attention.scale": Probe(0.01, logits),
     "model.attention.window": Probe(3, logits),
     "model.attention.softcap": Probe(0.5, logits),
     "model.attention.sinks": Probe(True, shapes),
     "model.attention.mask": Probe(
-        f"{PARTS}:sees_itself", logits, {"sample.max_new_tokens": 0, "eval.every_steps": 0}
+        f"{PARTS}:self_only", logits, {"sample.max_new_tokens": 0, "eval.every_steps": 0}
     ),
     "model.layer_pattern": Probe(
         ["text"], logits, {**LOCAL, "model.layer_pattern": ["global", "text"]}
@@ -750,8 +750,10 @@ PROBES: dict[str, Probe] = {
         logits,
         {"model.feed_forward": f"{PARTS}:PowerOfReLU", "model.feed_forward_options.power": 1},
     ),
-    "model.block": Probe(f"{PARTS}:SideBySide", logits),
-    "model.block_options": Probe({"weight": 2.0}, logits, {"model.block": f"{PARTS}:SideBySide"}),
+    "model.block": Probe(f"{PARTS}:ParallelBlock", logits),
+    "model.block_options": Probe(
+        {"weight": 2.0}, logits, {"model.block": f"{PARTS}:ParallelBlock"}
+    ),
     "model.partial_rotary_factor": Probe(0.5, logits),
     "model.qk_norm": Probe(True, shapes),
     "model.qk_norm_over": Probe("all_heads", shapes, {"model.qk_norm": True}),
@@ -874,13 +876,13 @@ PROBES: dict[str, Probe] = {
         for key, other in (("max_rollbacks", 1), ("batches_before", 1), ("lr_factor", 0.5))
     },
     "callbacks.<name>.name": Probe(
-        f"{PARTS}:Steps",
+        f"{PARTS}:StepLog",
         lambda t: [type(e) for e in t.run.extensions],
         {"callbacks.<name>.name": COUNTING},
     ),
     "callbacks.<name>.every_steps": Probe(2, hooks, {"callbacks.<name>.name": COUNTING}),
     "callbacks.<name>.options": Probe(
-        {"file": "others"}, files, {"callbacks.<name>.name": f"{PARTS}:Steps"}
+        {"file": "others"}, files, {"callbacks.<name>.name": f"{PARTS}:StepLog"}
     ),
     "optimizer.name": Probe("forge_testing.models:PlainSGD", trained),
     "optimizer.lr": Probe(1e-3, trained),
@@ -917,7 +919,7 @@ PROBES: dict[str, Probe] = {
     "schedule.options": Probe(
         {"height": 0.5},
         trained,
-        {"schedule.name": f"{PARTS}:staircase", "schedule.options.height": 0.1},
+        {"schedule.name": f"{PARTS}:half_way", "schedule.options.height": 0.1},
     ),
     "schedule.warmup_steps": Probe(2, trained),
     "schedule.min_lr_ratio": Probe(0.9, trained),
@@ -946,10 +948,10 @@ PROBES: dict[str, Probe] = {
     "metrics.source_shares": Probe(True, columns, MIXED),
     "metrics.tensorboard": Probe(True, files),
     "metrics.sinks.<name>.name": Probe(
-        f"{PARTS}:Lines", files, {"metrics.sinks.<name>.name": "tensorboard"}
+        f"{PARTS}:LineSink", files, {"metrics.sinks.<name>.name": "tensorboard"}
     ),
     "metrics.sinks.<name>.options": Probe(
-        {"file": "others"}, files, {"metrics.sinks.<name>.name": f"{PARTS}:Lines"}
+        {"file": "others"}, files, {"metrics.sinks.<name>.name": f"{PARTS}:LineSink"}
     ),
     "metrics.expert_loads": Probe(True, loads, MOE),
     "metrics.console": Probe("off", lambda t: console_mode(t.config.metrics.console)),
@@ -1146,7 +1148,7 @@ def test_model_args_reach_the_builder(tmp_path: Path) -> None:
         Trainer(load_job(job, {**settings, "model.args.wdith": 3}))
 
 
-def test_the_device_is_used_or_refused(tmp_path: Path) -> None:
+def test_the_device_is_used_or_rejected(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         assert build(tmp_path, {"parallel.device": "cuda"}).device.type == "cuda"
         return
@@ -1275,7 +1277,7 @@ def test_the_memory_budget_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("key", ["async_tp", "float8_all_gather"])
-def test_a_key_for_gpus_is_refused_on_a_cpu(tmp_path: Path, key: str) -> None:
+def test_a_key_for_gpus_is_rejected_on_a_cpu(tmp_path: Path, key: str) -> None:
     with rejects(f"parallel.{key}", True, kind=ConfigError):
         build(tmp_path, {f"parallel.{key}": True})
 
@@ -1294,7 +1296,7 @@ def test_the_layout_is_chosen_with_reasons_and_kept_by_the_run(tmp_path: Path) -
     assert reasons == [f"kept from {tmp_path / 'run'}"]
 
 
-def test_a_layout_is_chosen_anew_for_another_number_of_ranks(
+def test_a_layout_is_chosen_again_for_another_number_of_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """4 -> 3 -> 4: tensor parallelism of two cannot be on three ranks, and comes back on four."""
@@ -1480,15 +1482,15 @@ def test_verify_decides_whether_damage_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_keys_of_chat_choose_what_is_learnt(
+def test_keys_of_chat_choose_what_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
-    one, two = talk("a", "b", "c", "d"), talk("the sky", "blue", "grass", "green " * 30)
+    one, two = dialog("a", "b", "c", "d"), dialog("the sky", "blue", "grass", "green " * 30)
     tools = [{"type": "function"}]
     records = [
-        {"messages": one, "other": talk("is", "no"), "tools": tools},
+        {"messages": one, "other": dialog("is", "no"), "tools": tools},
         {"messages": two, "other": one},
     ]
     paths = {"sources.<name>": tmp_path / "talks.jsonl", "validation": tmp_path / "held.jsonl"}
@@ -1497,7 +1499,7 @@ def test_keys_of_chat_choose_what_is_learnt(
     (tmp_path / "own.jinja").write_text(HEADERS)
     base = {"data.seq_len": 64, "model.vocab_size": 320, "sample.max_new_tokens": 0}
     for place, path in paths.items():
-        write_talks(
+        write_dialogs(
             path, [*records, {"messages": one, "other": one}][: 2 + (place == "validation")]
         )
         base |= {f"data.{place}.name": "chat", f"data.{place}.path": str(path)}

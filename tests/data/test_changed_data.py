@@ -39,7 +39,7 @@ def job(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_other_text_is_refused_or_accepted_and_recorded(job: Path) -> None:
+def test_other_text_is_rejected_or_accepted_and_recorded(job: Path) -> None:
     fit_alone(job, **QUIET | {"train.steps": 4})
     write_books(job.parent / "books", "there was a king\n")
     again = QUIET | {"train.steps": 8}

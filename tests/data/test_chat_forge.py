@@ -23,10 +23,10 @@ from forge_testing.chats import (
     FORGETFUL,
     HEADERS,
     MARKED,
+    chat_message,
+    dialog,
     save_tokenizer,
-    say,
-    talk,
-    write_talks,
+    write_dialogs,
 )
 from forge_testing.problems import ANY, rejects
 from forge_testing.runs import assert_same_bits, fit_on_ranks, saved_tensors, together
@@ -35,11 +35,11 @@ from forge_train.hf.exporting import export_run
 
 RECIPE = Path(__file__).parents[2] / "apps/train/configs/chat.toml"
 SECRET = "the grass is blue, yes"
-QUESTION = "what colour has the grass?"
-TALKS: list[Any] = [
-    talk(QUESTION, SECRET),
-    [say("system", "be short."), *talk(QUESTION, SECRET)],
-    talk("is the sky green?", "no", QUESTION, SECRET),
+QUESTION = "what color has the grass?"
+DIALOGS: list[Any] = [
+    dialog(QUESTION, SECRET),
+    [chat_message("system", "be short."), *dialog(QUESTION, SECRET)],
+    dialog("is the sky green?", "no", QUESTION, SECRET),
 ]
 
 
@@ -92,18 +92,18 @@ def test_packed_conversations_equal_those_run_apart(tmp_path: Path, template: st
     pytest.importorskip("transformers")
     save_tokenizer(tmp_path, template)
     talks = [
-        *TALKS,
-        [say("user", "a"), say("assistant", "blue sky", weight=0.25)],
-        [say("user", "b")],
+        *DIALOGS,
+        [chat_message("user", "a"), chat_message("assistant", "blue sky", weight=0.25)],
+        [chat_message("user", "b")],
     ]
     config = ChatConfig(tokenizer=str(tmp_path))
-    packed = rows_of(write_talks(tmp_path / "packed.jsonl", talks), config, 320)
+    packed = rows_of(write_dialogs(tmp_path / "packed.jsonl", talks), config, 320)
     assert len(packed) == 1
     model = model_of_forge()
     loss, weight, grads = step(model, batch_of(packed, [0]))
     apart: list[tuple[float, float, dict[str, torch.Tensor]]] = []
     for number, each in enumerate(talks):
-        path = write_talks(tmp_path / f"{number}.jsonl", [each])
+        path = write_dialogs(tmp_path / f"{number}.jsonl", [each])
         apart.append(step(model, batch_of(rows_of(path, config, 200), [0])))
     assert loss == pytest.approx(sum(a[0] for a in apart), rel=1e-5)
     assert weight == sum(a[1] for a in apart)
@@ -119,9 +119,9 @@ def test_the_loss_is_that_of_transformers_with_labels_of_its_mask(tmp_path: Path
     theirs = llama(tmp_path / "hf", MARKED)
     tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "hf")
     config = ChatConfig(tokenizer=str(tmp_path / "hf"))
-    stream = rows_of(write_talks(tmp_path / "t.jsonl", TALKS), config, 256)
+    stream = rows_of(write_dialogs(tmp_path / "t.jsonl", DIALOGS), config, 256)
     total = count = 0.0
-    for messages in TALKS:
+    for messages in DIALOGS:
         out = tokenizer.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True, return_tensors="pt"
         )
@@ -159,7 +159,7 @@ def test_adapters_of_an_imported_model_learn_an_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     llama(tmp_path / "hf")
-    write_talks(tmp_path / "t.jsonl", TALKS)
+    write_dialogs(tmp_path / "t.jsonl", DIALOGS)
     fit(tmp_path, **{"train.steps": 60, "optimizer.lr": 2e-2, "lora.base_dtype": "fp32"})
     losses = read_run(tmp_path / "run").metrics["loss"]
     assert losses[-1] < 0.1 * losses[0], losses[-1]
@@ -173,7 +173,7 @@ def test_adapters_of_an_imported_model_learn_an_answer(
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter")
     asked = tokenizer.apply_chat_template(
-        talk(QUESTION), add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        dialog(QUESTION), add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     said = tuned.generate(**asked, max_new_tokens=40, do_sample=False)[
         0, asked["input_ids"].shape[1] :
@@ -186,16 +186,19 @@ def test_adapters_of_an_imported_model_learn_an_answer(
 
 def test_F205_conversations_without_a_label_are_an_error(tmp_path: Path) -> None:
     llama(tmp_path / "hf")
-    write_talks(tmp_path / "t.jsonl", [[say("user", QUESTION), say("assistant", SECRET, weight=0)]])
+    write_dialogs(
+        tmp_path / "t.jsonl",
+        [[chat_message("user", QUESTION), chat_message("assistant", SECRET, weight=0)]],
+    )
     with rejects("data.sources", code="no_labels", kind=DataError):
         fit(tmp_path, **{"train.steps": 3, "train.global_batch": 2})
 
 
 @pytest.mark.slow
-def test_two_ranks_read_what_one_reads_and_a_change_is_refused_at_a_resume(tmp_path: Path) -> None:
+def test_two_ranks_read_what_one_reads_and_a_change_is_rejected_at_a_resume(tmp_path: Path) -> None:
     llama(tmp_path / "hf")
-    many = [talk(f"{i} {QUESTION}", "yes " * (i % 5) + "no") for i in range(30)]
-    write_talks(tmp_path / "t.jsonl", many)
+    many = [dialog(f"{i} {QUESTION}", "yes " * (i % 5) + "no") for i in range(30)]
+    write_dialogs(tmp_path / "t.jsonl", many)
     keys = {"data.seq_len": 96, "train.global_batch": 3, "train.steps": 6, "optimizer.eps": 1e-4,
             "checkpoint.every_steps": 3, "lora.base_dtype": "fp32"}  # fmt: skip
     trainer = fit(tmp_path, **keys, **{"run.dir": str(tmp_path / "one")})
@@ -212,7 +215,7 @@ def test_two_ranks_read_what_one_reads_and_a_change_is_refused_at_a_resume(tmp_p
                 name
             )
     trainer.loader.close()
-    write_talks(tmp_path / "t.jsonl", many[1:])
+    write_dialogs(tmp_path / "t.jsonl", many[1:])
     with rejects("fingerprint", code="mismatch", kind=DataError, where="source.content: "):
         fit(tmp_path, **{**keys, "run.dir": str(tmp_path / "one"), "train.steps": 9})
 
@@ -230,7 +233,7 @@ def test_what_does_not_fit_is_an_error_of_data_before_a_run(
     tmp_path: Path, keys: dict[str, Any], problem: tuple[str, Any, str]
 ) -> None:
     llama(tmp_path / "hf")
-    write_talks(tmp_path / "t.jsonl", TALKS)
+    write_dialogs(tmp_path / "t.jsonl", DIALOGS)
     with rejects(*problem, DataError):
         Trainer(load_job(RECIPE, {**keys_of(tmp_path), **keys}))
     assert not (tmp_path / "run").exists()
@@ -241,10 +244,10 @@ def mixed_recipe(folder: Path) -> dict[str, Any]:
     llama(folder / "hf")
     texts = [("yes " * (i % 5) + "no", (1.0, 0.5, 0.0)[i % 3]) for i in range(40)]
     talks: list[Any] = [
-        [say("user", f"{i} {QUESTION}"), say("assistant", text, weight=weight)]
+        [chat_message("user", f"{i} {QUESTION}"), chat_message("assistant", text, weight=weight)]
         for i, (text, weight) in enumerate(texts)
     ]
-    write_talks(folder / "t.jsonl", talks)
+    write_dialogs(folder / "t.jsonl", talks)
     (folder / "text.txt").write_text("the sky is blue\n" * 300)
     prepare(folder / "text.txt", folder / "text", tokenizer=str(folder / "hf/tokenizer.json"), document="line")  # fmt: skip
     return {
@@ -261,7 +264,7 @@ def mixed_recipe(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_the_loss_of_a_source_is_by_weight_beside_text_without(tmp_path: Path) -> None:
+def test_the_loss_of_a_source_is_by_weight_among_text_without(tmp_path: Path) -> None:
     keys = mixed_recipe(tmp_path)
     batch = next(Trainer(load_job(RECIPE, keys)).loader)
     weighing, source = batch.weights, batch.source

@@ -12,7 +12,7 @@ import pytest
 
 from forge_data.prepare import prepare
 from forge_testing import forge_train
-from forge_testing.chats import save_tokenizer, write_talks
+from forge_testing.chats import save_tokenizer, write_dialogs
 from forge_testing.jobs import write_job
 
 IDS = np.arange(64) % 61  # the largest is 60
@@ -72,7 +72,7 @@ def streamed(folder: Path) -> str:
 def chat(folder: Path) -> str:
     pytest.importorskip("transformers")
     save_tokenizer(folder / "tokenizer")
-    write_talks(folder / "talks.jsonl")
+    write_dialogs(folder / "talks.jsonl")
     table = f'tokenizer = "{folder}/tokenizer", cache = "{folder}/cache"'
     return f'name = "chat"\npath = "{folder}/talks.jsonl"\nchat = {{{table}}}\n'
 
@@ -97,7 +97,7 @@ def refused(job: Path, key: str) -> None:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", KINDS)
-def test_F49_ids_over_the_vocabulary_are_refused_before_a_run(
+def test_F49_ids_over_the_vocabulary_are_rejected_before_a_run(
     tmp_path: Path, kind: Callable[[Path], str]
 ) -> None:
     job = write_job(tmp_path)

@@ -112,7 +112,7 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, tokens: Path) -> N
     assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
 
 
-def test_rows_come_in_the_shares_of_their_phase(tmp_path: Path, tokens: Path) -> None:
+def test_rows_come_in_the_proportions_of_their_phase(tmp_path: Path, tokens: Path) -> None:
     """Rows of 32 tokens: the phase begins with row 94, in the eighth step of 12 rows."""
     trainer = Trainer(load_job(mixed_job(tmp_path, tokens), flat()))
     sources = np.concatenate([next(trainer.loader).source.numpy() for _ in range(12)])
@@ -129,7 +129,7 @@ def test_rows_come_in_the_shares_of_their_phase(tmp_path: Path, tokens: Path) ->
 
 
 @pytest.mark.lane("test")
-def test_sources_that_do_not_fit_are_refused(tmp_path: Path, tokens: Path) -> None:
+def test_sources_that_do_not_fit_are_rejected(tmp_path: Path, tokens: Path) -> None:
     job = mixed_job(tmp_path, tokens)
     with rejects("data.phases.end.weights", "text", "unknown", ConfigError):
         load_job(job_of_two(tmp_path / "two", tokens), flat())
@@ -159,7 +159,7 @@ def test_another_mixture_is_another_run(tmp_path: Path, tokens: Path) -> None:
 
 
 @pytest.mark.lane("test")
-def test_F210_a_mixture_that_ends_before_the_run_is_refused(tmp_path: Path, tokens: Path) -> None:
+def test_F210_a_mixture_that_ends_before_the_run_is_rejected(tmp_path: Path, tokens: Path) -> None:
     ends = {f"data__sources__{name}__max_epochs": 1 for name in ("books", "notes")}
     more = flat(**ends, data__sources__text__weight=0.0, data__phases__end__weights={"notes": 1.0})
     job = mixed_job(tmp_path, tokens)

@@ -66,7 +66,7 @@ def test_F47_a_packed_row_gives_the_loss_and_gradients_of_its_documents_apart(
         torch.testing.assert_close(together[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
 
 
-def test_a_run_says_how_its_rows_are_filled(
+def test_a_run_reports_how_its_sequences_are_filled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
@@ -79,7 +79,7 @@ def test_a_run_says_how_its_rows_are_filled(
     assert f" {report['cut_documents']:,} documents " in capfd.readouterr().out
 
 
-def test_explain_tells_what_a_packing_makes_of_the_documents(
+def test_explain_shows_the_effect_of_packing_on_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))

@@ -127,7 +127,7 @@ def test_killed_it_goes_on_with_the_same_bits(tmp_path: Path, step: int) -> None
     assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
 
 
-def test_the_start_tells_how_rows_of_each_length_are_packed(tmp_path: Path) -> None:
+def test_the_start_lists_how_sequences_of_each_length_are_packed(tmp_path: Path) -> None:
     run = job_in(tmp_path)
     fit_alone(run, **QUIET | {"train.steps": 8, "data.packing.name": "best_fit"})
     (begun,) = [e for e in read_run(tmp_path / "run").events if e["event"] == "start"]
@@ -137,7 +137,7 @@ def test_the_start_tells_how_rows_of_each_length_are_packed(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_explain_says_where_phases_begin(tmp_path: Path) -> None:
+def test_explain_lists_where_phases_begin(tmp_path: Path) -> None:
     told = forge_train("explain", job_in(tmp_path), *FLAGS)
     assert told.code == 0, told.err
     assert "phase long: from step 8 (row 80, 2,560 tokens) on rate x 0.5, rows of 48" in told.out
@@ -163,7 +163,7 @@ def test_explain_says_where_phases_begin(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_phases_that_a_layout_cannot_run_are_refused(
+def test_phases_that_a_layout_cannot_run_are_rejected(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     keys: dict[str, Any],

@@ -111,7 +111,7 @@ def test_ranks_with_an_empty_cache_write_it_once(
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", ["text", "huggingface"])
-def test_moved_it_goes_on_and_changed_it_is_refused(tmp_path: Path, kind: str) -> None:
+def test_moved_it_goes_on_and_changed_it_is_rejected(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("datasets")
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
@@ -161,7 +161,7 @@ def job_with(folder: Path, source: str) -> Path:
         ('name = "text"\npath = "{0}/notes"\ntext = {{tokenizer = "{0}/none"}}\n', r"data\.sources\.text\.tokenizer '.*none' "),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused_before_a_run_begins(
+def test_sources_that_cannot_be_read_are_rejected_before_a_run_begins(
     tmp_path: Path, data: Path, source: str, sentence: str
 ) -> None:
     job = job_with(tmp_path, source.format(data))
@@ -174,7 +174,7 @@ def test_what_cannot_be_read_is_refused_before_a_run_begins(
 
 
 @pytest.mark.slow
-def test_files_of_ids_are_told_what_they_lack(tmp_path: Path) -> None:
+def test_errors_of_files_of_ids_name_what_is_missing(tmp_path: Path) -> None:
     source = f'name = "nanogpt"\npath = "{tmp_path}"\nnanogpt = {{eos_id = 9}}\n'
     for name in ("train", "val"):
         (tmp_path / f"{name}.bin").write_bytes(bytes([1, 0, 2, 0]) * 500)
@@ -192,7 +192,7 @@ def test_files_of_ids_are_told_what_they_lack(tmp_path: Path) -> None:
 
 
 @pytest.mark.lane("test")
-def test_F142_F143_a_job_asks_for_no_token_by_an_empty_name(tmp_path: Path) -> None:
+def test_F142_F143_a_job_sets_no_token_by_an_empty_name(tmp_path: Path) -> None:
     """ "none" is how jobs, and config.toml of runs, write that a key is not given."""
     library = pytest.importorskip("tokenizers")
     words = {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3}

@@ -55,7 +55,7 @@ def test_a_run_whose_worker_is_killed_is_the_run_without_workers(tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_in_a_source_of_ones_own_is_one_line(
+def test_an_error_in_a_custom_source_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int
 ) -> None:
     (tmp_path / "tapes.py").write_text(BROKEN)

@@ -14,8 +14,8 @@ from torch import nn
 
 from forge_ckpt import SavedTensors
 from forge_testing import forge_train, kill_after_step, start, wait_for_step
+from forge_testing.extensions import smoothed
 from forge_testing.faults import signal_rank
-from forge_testing.parts import smoothed
 from forge_testing.problems import rejects
 from forge_testing.runs import (
     assert_same_rows,
@@ -167,7 +167,7 @@ def test_a_rollback_leaves_its_rows_out_and_reads_the_shards_again(
     assert state["skipped"] == [[72, 83]]
 
 
-def test_changed_files_are_refused_at_the_resume(tmp_path: Path, texts: Path) -> None:
+def test_changed_files_are_rejected_at_the_resume(tmp_path: Path, texts: Path) -> None:
     job = streamed_job(tmp_path, texts)
     fit_alone(job, **{**QUIET, "train.steps": 3})
     with rejects("fingerprint", ["stream.shuffle_window"], "mismatch", DataError):

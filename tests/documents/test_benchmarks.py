@@ -91,7 +91,7 @@ def test_an_exponent_is_fitted_to_logarithms() -> None:
         assert max(found.sizes) >= 32 * min(found.sizes), name
 
 
-def test_rows_begin_with_forge_and_say_their_settings() -> None:
+def test_rows_begin_with_forge_and_list_their_settings() -> None:
     for name, row in all_rows().items():
         assert row.settings, name
         assert row.derive or next(iter(row.sides)) == "forge", name

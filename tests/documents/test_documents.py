@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forge_train.cli import OF_LAB, VERBS
-from forge_train.metrics.columns import columns_as_markdown
+from forge_train.metrics.columns import COLUMNS, columns_as_markdown
 from forge_train.report.describe import key_rows, keys_as_markdown
 
 pytestmark = pytest.mark.lane("test")
@@ -27,6 +27,7 @@ def test_the_page_of_keys_is_the_one_the_code_generates() -> None:
 def test_the_page_of_columns_is_the_one_the_code_generates() -> None:
     page = (ROOT / "docs/metrics.md").read_text()
     assert columns_as_markdown() in page, "run: hatch run python scripts/write_metrics_page.py"
+    assert all(column.unit and column.range for column in COLUMNS)
 
 
 def regression_tests() -> dict[str, set[str]]:

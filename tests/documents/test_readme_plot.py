@@ -11,7 +11,7 @@ from scripts import readme_plot
 RECORD = json.loads(readme_plot.RECORD.read_text())
 
 
-def test_the_picture_is_that_of_the_record(tmp_path: Path) -> None:
+def test_the_plot_is_that_of_the_record(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     readme_plot.draw(RECORD, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text() == readme_plot.PICTURE.read_text()

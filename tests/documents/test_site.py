@@ -181,7 +181,7 @@ def test_links_to_other_files_are_paths_or_links_of_the_repository(small: Small)
         ("[a](../../outside.md)", "../outside.md"),
     ],
 )
-def test_a_link_that_leads_nowhere_fails_the_build(
+def test_a_broken_link_fails_the_build(
     small: Small, caplog: pytest.LogCaptureFixture, text: str, target: str
 ) -> None:
     with pytest.raises(Abort):  # prose: the warning is asserted

@@ -61,7 +61,7 @@ NAMES = {
     "model.mixer": "RunningMean",
     "model.norm": "GainNorm",
     "model.feed_forward": "PowerOfReLU",
-    "model.block": "SideBySide",
+    "model.block": "ParallelBlock",
 }
 #: Rows of uneven padding, and a router loss of each kind and scope with the second axis that it meets: as means over the
 #: tokens of a step they do not depend on micro-batches and ranks (F147).
@@ -249,7 +249,7 @@ FEATURES: dict[str, JobFeature] = {
     "a loss of logits": JobFeature(  # prose: the name of a case
         make_job,
         {
-            "train.loss": "forge_testing.parts:squared_error",
+            "train.loss": "forge_testing.extensions:squared_error",
             "train.loss_options": {"scale": 0.5},
         },
         without=EP | {"tp"},
@@ -280,7 +280,7 @@ FEATURES: dict[str, JobFeature] = {
     "parts of somebody else": JobFeature(
         with_table(PARTS),
         {
-            **{key: f"forge_testing.parts:{name}" for key, name in NAMES.items()},
+            **{key: f"forge_testing.extensions:{name}" for key, name in NAMES.items()},
             "model.dim": 32,
             "optimizer.name": "forge_testing.models:NamedSGD",
             "optimizer.lr": 0.1,

@@ -71,7 +71,7 @@ def of_stages(folder: Path) -> Path:
 
 def of_strips(folder: Path) -> Path:
     """Pictures of several shapes in files, packed; every fourth conversation has none."""
-    job, own = packed_job(folder), 'name = "forge_testing.pictures:Squares"'
+    job, own = packed_job(folder), 'name = "forge_testing.squares:Squares"'
     path = shared("strips", write_strips) / "strips.jsonl"
     given = f'name = "forge_vlm.data:open_source"\npath = "{path}"'
     job.write_text(job.read_text().replace(own, given))

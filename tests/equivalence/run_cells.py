@@ -27,7 +27,7 @@ import torch
 from cells import CELLS, FEATURES, LAYOUTS, SMOKE, Cell
 from compare import Measured, measure
 from page import RANDOM_JOBS, page
-from refusals import REFUSALS, refused
+from rejections import REJECTIONS, rejection
 from settings import described
 
 from forge_testing import RankError, choose, run_on_ranks
@@ -45,7 +45,7 @@ SOURCES = (
     "tests/equivalence",
     "tests/harness/src",
 )
-ORDER = {name: place for place, name in enumerate([*(c.name for c in CELLS), *REFUSALS])}
+ORDER = {name: place for place, name in enumerate([*(c.name for c in CELLS), *REJECTIONS])}
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def chosen_names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         left |= {c.name: why for c in cells if (why := FEATURES[c.feature].only_on_cpus)}
     names = [cell.name for cell in cells if cell.name not in left]
     if device == "cpu":
-        names += [name for name in REFUSALS if args.only in name]
+        names += [name for name in REJECTIONS if args.only in name]
     return names, left
 
 
@@ -150,9 +150,9 @@ def _row(measured: Measured) -> dict[str, Any]:
 
 
 def _asked(name: str) -> tuple[dict[str, Any], str]:
-    key, code, text = refused(name)
+    key, code, text = rejection(name)
     verdict = (
-        "ok" if (key, code) == REFUSALS[name].problem else f"REJECTED by {(key, code)}: {text}"
+        "ok" if (key, code) == REJECTIONS[name].problem else f"REJECTED by {(key, code)}: {text}"
     )
     return {"refused": name, "key": key, "code": code, "message": text}, verdict
 

@@ -19,7 +19,7 @@ from cells import BY_NAME, CELLS, FEATURES, LAYOUTS, OPTIMIZERS, SMOKE, Cell
 from compare import Measured, measure, whole
 from mutations import MUTATIONS
 from page import RANDOM_JOBS, page
-from refusals import REFUSALS, refused
+from rejections import REJECTIONS, rejection
 from training import Piece
 
 from forge_testing.schedules import marks
@@ -86,11 +86,11 @@ def test_every_pair_of_axes_and_of_axis_and_feature_occurs() -> None:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=marks(asked.keys)) for name, asked in REFUSALS.items()]
+    "name", [pytest.param(name, marks=marks(asked.keys)) for name, asked in REJECTIONS.items()]
 )
-def test_a_combination_without_a_cell_is_refused(name: str) -> None:
-    key, code, _ = refused(name)
-    assert (key, code) == REFUSALS[name].problem
+def test_a_combination_without_a_cell_is_rejected(name: str) -> None:
+    key, code, _ = rejection(name)
+    assert (key, code) == REJECTIONS[name].problem
 
 
 # ---- failures that are known elsewhere, by number
@@ -132,7 +132,7 @@ def test_F10_packed_rows_in_pipelines_and_over_context_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_F131_positions_are_counted_on_whole_rows() -> None:
+def test_F131_positions_are_counted_on_full_sequences() -> None:
     """Of a model with images too, whose stream is a part of the tokens under sequence parallelism."""
     assert green(Cell("tp", "towers_recompute", "sgd"), Cell("tp_cp", "towers", "sgd"))
 
@@ -143,7 +143,7 @@ def test_F131_positions_are_counted_on_whole_rows() -> None:
     ("layout", "feature"),
     [("tp", "cross"), ("cp", "picture_towers"), ("pp_1f1b", "picture_experts"), ("fsdp_tp", "pictures")],
 )  # fmt: skip
-def test_F75_a_reader_without_pictures_beside_readers_with_some(layout: str, feature: str) -> None:
+def test_F75_a_reader_without_images_among_readers_with_some(layout: str, feature: str) -> None:
     assert green(Cell(layout, feature, "sgd"))
 
 
@@ -161,7 +161,7 @@ def test_F12_ranks_and_micro_batches_without_labels(feature: str) -> None:
 
 
 @pytest.mark.slow
-def test_F13_labels_weigh_the_same_on_all_ranks_and_micro_batches() -> None:
+def test_F13_labels_have_the_same_weight_on_all_ranks_and_micro_batches() -> None:
     for feature in ("uneven_labels", "accumulation", "accumulation_deferred"):
         assert green(Cell("hsdp_2x2", feature, "adamw"))
 
@@ -183,7 +183,7 @@ def test_F101_readers_that_do_not_divide_the_batch() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["grouped_mm", "loop", "batched"])
-def test_F101_a_reader_that_has_nothing_but_filler(backend: str) -> None:
+def test_F101_a_reader_that_has_only_padding_sequences(backend: str) -> None:
     """Under selective recomputation, with experts over ranks."""
     cells = [c for c in CELLS if c.layout == "efsdp_ep" and c.feature == f"idle_moe_{backend}"]
     assert len(cells) == 1
@@ -231,7 +231,7 @@ def tries() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("mutation", "feature", "layout", "quantities"), list(tries()))
-def test_a_mistake_turns_the_cell_red(
+def test_a_mistake_makes_the_cell_red(
     mutation: str, feature: str, layout: str, quantities: set[str]
 ) -> None:
     optimizer = "muon" if mutation.startswith("Muon") else "sgd"
@@ -264,7 +264,7 @@ def test_not_a_number_is_out_of_bounds() -> None:
     assert Measured(cell, {"loss": float("nan")}, 0.0).red == ["loss"]
 
 
-def test_a_tensor_of_pieces_is_whole_only_if_they_cover_it_and_agree() -> None:
+def test_shards_are_a_full_tensor_only_if_they_cover_it_and_agree() -> None:
     def piece(start: int, *values: float) -> Piece:
         return Piece(torch.tensor(values), (start,), (3,))
 
@@ -277,7 +277,7 @@ def test_a_tensor_of_pieces_is_whole_only_if_they_cover_it_and_agree() -> None:
 # ---- the page
 
 
-def test_the_page_is_what_its_json_says() -> None:
+def test_the_page_matches_its_json() -> None:
     rows = json.loads((DOCS / "data/equivalence.json").read_text())
     written = (DOCS / "equivalence.md").read_text()
     assert written.partition(RANDOM_JOBS)[0] == page(rows), "run: hatch run matrix"
@@ -288,10 +288,10 @@ def test_every_cell_is_on_the_page_within_todays_bounds() -> None:
         row.get("cell") or row["refused"]: row
         for row in json.loads((DOCS / "data/equivalence.json").read_text())
     }
-    assert rows.keys() == {*(cell.name for cell in CELLS), *REFUSALS}, "run: hatch run matrix"
+    assert rows.keys() == {*(cell.name for cell in CELLS), *REJECTIONS}, "run: hatch run matrix"
     for cell in CELLS:
         assert rows[cell.name]["bound"] == cell.bounds, cell.name
         found = Measured(cell, rows[cell.name]["error"], rows[cell.name]["seconds"])
         assert not found.red, found
-    for name, refusal in REFUSALS.items():
+    for name, refusal in REJECTIONS.items():
         assert (rows[name]["key"], rows[name]["code"]) == refusal.problem

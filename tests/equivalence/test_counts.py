@@ -133,7 +133,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_communicates_and_waits_as_often_as_it_says(tmp_path: Path, layout: str) -> None:
+def test_a_layout_communicates_and_waits_as_often_as_stated(tmp_path: Path, layout: str) -> None:
     world, options, collectives, reads = LAYOUTS[layout]
     settings = {**QUIET, "model.num_layers": LAYERS, "sample.max_new_tokens": 0}
     settings |= {f"parallel.{key}": value for key, value in options.items()}

@@ -102,14 +102,14 @@ def test_a_frozen_encoder_is_sharded_by_block_in_its_dtype(kind: str, dtype: tor
         assert gradient > 0.0
 
 
-def test_context_and_tensor_parallelism_together_are_refused(tmp_path: Path) -> None:
+def test_context_and_tensor_parallelism_together_are_rejected(tmp_path: Path) -> None:
     config = load_job(make_job(tmp_path)).config
     layout = replace(config.parallel, cp=2, tp=2).axes(4)
     (problem,) = extra_problems(build(), Loader(Pictures(), 4).filler(1), layout)
     assert (problem.key, problem.value, problem.code) == ("parallel.cp", 2, "tp")
 
 
-def test_masks_of_whole_rows_are_refused_where_cp_splits_them(tmp_path: Path) -> None:
+def test_masks_of_full_sequences_are_rejected_where_cp_splits_them(tmp_path: Path) -> None:
     config = load_job(make_job(tmp_path)).config
     layout = replace(config.parallel, cp=2).axes(2)
     batch = Loader(Pictures("tree"), 4).filler(1)
@@ -122,13 +122,13 @@ def test_masks_of_whole_rows_are_refused_where_cp_splits_them(tmp_path: Path) ->
         run_on_ranks(2, step, make_job(tmp_path), "ahead", {"cp": 2}, 4)
 
 
-def test_cross_attention_in_stages_of_a_pipeline_is_refused() -> None:
+def test_cross_attention_in_stages_of_a_pipeline_is_rejected() -> None:
     with rejects("pipeline_parts", ..., "unsupported", where="fusion.name 'cross_attention'"):
         parts_of(build("cross"))
 
 
 @pytest.mark.slow
-def test_features_of_more_layers_than_a_stage_has_are_refused(tmp_path: Path) -> None:
+def test_features_of_more_layers_than_a_stage_has_are_rejected(tmp_path: Path) -> None:
     keys = {"pp": 2, "pp_schedule": "zbv_zero_bubble"}
     with pytest.raises(RankError, match=r"features\.layers 2 .* 1\b"):
         run_on_ranks(2, step, make_job(tmp_path), "deep", keys, 2)
@@ -136,7 +136,7 @@ def test_features_of_more_layers_than_a_stage_has_are_refused(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_experts_that_choose_among_whole_rows_are_refused_where_cp_splits_them(
+def test_expert_choice_is_rejected_where_cp_splits_sequences(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(RankError, match=r"fusion\.moma\.router 'expert_choice'"):

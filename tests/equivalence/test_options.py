@@ -11,7 +11,7 @@ import run_cells
 import torch
 from cells import BF16_BOUNDS, CELLS, FEATURES, FP32_BOUND, LAYOUTS, Cell
 from page import page
-from refusals import REFUSALS
+from rejections import REJECTIONS
 from run_cells import arguments, chosen_names
 
 from forge_testing.devices import DEVICE, NPROC
@@ -28,7 +28,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NPROC, "1")
 
 
-def refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as left:  # prose: its code is asserted
         arguments(given)
     assert left.value.code == 2
@@ -36,10 +36,10 @@ def refused(given: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_device_that_is_not_there_is_refused_in_one_line(
+def test_a_device_that_is_not_there_is_rejected_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = refused(["--device", "cuda", "--nproc", "2"], capsys).splitlines()[-1]
+    said = error_of(["--device", "cuda", "--nproc", "2"], capsys).splitlines()[-1]
     assert "error: device cuda " in said
 
 
@@ -53,7 +53,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(
 def test_options_that_do_not_go_together(
     given: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert named in refused(given, capsys)
+    assert named in error_of(given, capsys)
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -64,18 +64,18 @@ def test_rows_of_gpus_never_go_over_those_of_cpus(
     assert arguments(["--device", "cuda"]).out == DOCS / "data/equivalence-cuda.json"
     assert arguments(["--device", "cuda", "--tf32"]).out == DOCS / "data/equivalence-cuda-tf32.json"
     cpu = ["--device", "cuda", "--out", str(DOCS / "data/equivalence.json")]
-    assert "holds rows of CPUs; name another file" in refused(cpu, capsys)
+    assert "holds rows of CPUs; name another file" in error_of(cpu, capsys)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"cell": "tp/packed/sgd", "device": "H200", "tf32": True}]))
     for given in ([], ["--device", "cuda"]):
-        message = refused([*given, "--out", str(path)], capsys)
+        message = error_of([*given, "--out", str(path)], capsys)
         assert "holds rows of H200 in TF32; name another file" in message
     assert arguments(["--device", "cuda", "--tf32", "--out", str(path)]).out == path
 
 
-def test_a_part_of_no_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_without_a_name_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     """No cell is red where none was run."""
-    assert ": --only 'fdsp' " in refused(["--only", "fdsp"], capsys)
+    assert ": --only 'fdsp' " in error_of(["--only", "fdsp"], capsys)
 
 
 @pytest.mark.usefixtures("one_gpu")
@@ -84,7 +84,7 @@ def test_on_one_gpu_every_feature_runs_and_cells_of_more_are_named() -> None:
     assert {LAYOUTS[name.split("/")[0]].world for name in names} == {1}
     assert left["fsdp_2/packed/sgd"] == "needs 2 GPUs"
     assert left["one_rank/idle_moe_grouped_mm/sgd"] == "grouped_mm takes fp32 on CPUs only"
-    assert not {*names, *left} & {*REFUSALS}
+    assert not {*names, *left} & {*REJECTIONS}
     assert len(names) + len(left) == len(CELLS)
     on_cpus = {name for name, f in FEATURES.items() if f.only_on_cpus}
     assert {name.split("/")[1] for name in names} | on_cpus | {"accumulation_deferred"} == {*FEATURES}  # fmt: skip

@@ -122,7 +122,7 @@ TRAIN, DATA, CKPT = "forge_train.cli:main", "forge_data.cli:main", "forge_ckpt.c
         ("forge_vlm.data.command:main", ["verify", "none"], 65),
     ],
 )
-def test_F186_a_full_disk_behind_the_output_changes_no_code(
+def test_F186_a_full_disk_under_the_output_changes_no_code(
     warm: WarmProcess, begun: dict[bool, Path], program: str, args: list, code: int, full: list
 ) -> None:
     call = "tests.exit_codes.grid:elsewhere"

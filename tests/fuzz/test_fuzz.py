@@ -48,7 +48,7 @@ def test_a_job_is_the_same_after_a_line_of_json() -> None:
         assert Job.from_json(job.to_json()) == job
 
 
-def test_numbers_of_a_seed_have_each_value_in_turn() -> None:
+def test_numbers_of_a_seed_cycle_through_each_value() -> None:
     others = [pair for pair in values() if pair[1] != default(pair[0])]
     jobs = [draw(1, number) for number in range(2 * len(others))]
     seen = Counter(pair for job in jobs for pair in job.choice.items())
@@ -56,7 +56,7 @@ def test_numbers_of_a_seed_have_each_value_in_turn() -> None:
     assert all(seen[axis, default(axis)] == 0 for axis in axes())  # defaults are left out
 
 
-def test_drawn_jobs_obey_the_rules_in_both_layouts() -> None:
+def test_drawn_jobs_follow_the_rules_in_both_layouts() -> None:
     layout = {name for name, axis in axes().items() if axis.area == "layout"}
     for number in range(100):
         job = draw(2, number)
@@ -188,7 +188,7 @@ def test_counts_of_campaigns_add_up(tmp_path: Path) -> None:
     assert page.with_section(page.with_section("a\n", text), text) == page.with_section("a\n", text)
 
 
-def test_the_section_of_the_page_is_what_its_json_says() -> None:
+def test_the_section_of_the_page_matches_its_json() -> None:
     written = page.PAGE.read_text()
     assert (page.BEGIN in written) == page.JSON.exists()
     if page.JSON.exists():

@@ -73,7 +73,7 @@ def test_more_ranks_than_devices_are_a_skip_before_any_starts(
         (("tpu", None), "^device 'tpu' .* cpu, cuda$"),
     ],
 )
-def test_devices_that_do_not_go_are_refused(given: tuple[str, int | None], named: str) -> None:
+def test_impossible_devices_are_rejected(given: tuple[str, int | None], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         choose(*given)
 
@@ -81,7 +81,7 @@ def test_devices_that_do_not_go_are_refused(given: tuple[str, int | None], named
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_pytest_refuses_a_device_that_is_not_there_in_one_line() -> None:
+def test_pytest_rejects_a_missing_device_in_one_line() -> None:
     command = [sys.executable, "-m", "pytest", "--device", "cuda", "--nproc", "2", __file__]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR

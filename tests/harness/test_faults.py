@@ -26,7 +26,7 @@ print(*[p.wait() for p in ranks], flush=True)
 """
 
 
-def test_one_bit_is_flipped_and_flipping_it_again_heals(tmp_path: Path) -> None:
+def test_one_bit_is_flipped_and_flipping_it_again_restores_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(DATA)
     bit = flip_bit(path, seed=3)
@@ -54,7 +54,7 @@ def test_an_empty_file_cannot_be_hurt(tmp_path: Path, harm: object) -> None:
         harm(tmp_path / "file")  # type: ignore[operator]
 
 
-def test_a_process_is_killed_within_the_time_and_a_dead_one_is_left_alone() -> None:
+def test_a_process_is_killed_within_the_time_and_a_dead_one_is_ignored() -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         waited = signal_at_random(process.pid, seed=1, within_seconds=0.2)
     assert waited is not None

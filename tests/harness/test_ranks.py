@@ -122,7 +122,7 @@ def test_a_rank_that_dies() -> None:
 
 
 @pytest.mark.slow
-def test_a_hang_shows_where_every_rank_stands() -> None:
+def test_a_hang_shows_the_stack_of_every_rank() -> None:
     run_on_ranks(2, total)
     began = time.monotonic()
     with pytest.raises(RankError) as caught:
@@ -147,7 +147,7 @@ def test_a_result_that_cannot_be_sent_is_that_ranks_failure() -> None:
         run_on_ranks(1, return_something_unpicklable)
 
 
-def test_functions_that_no_rank_can_import_are_refused() -> None:
+def test_functions_that_no_rank_can_import_are_rejected() -> None:
     with pytest.raises(ValueError, match="<lambda>"):
         run_on_ranks(1, lambda: 0)
     with pytest.raises(ValueError, match="world 0 "):

@@ -217,7 +217,7 @@ def test_a_reference_is_made_once_and_handed_out_in_copies(
     assert len(made) == 3
 
 
-def test_a_maker_that_fails_leaves_nothing_behind(
+def test_a_maker_that_fails_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(references.SESSION, str(tmp_path))

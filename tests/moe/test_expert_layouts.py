@@ -50,7 +50,7 @@ def test_the_layouts_compute_the_same_and_go_back() -> None:
         moe.experts.load_state_dict(back)
 
 
-def test_what_a_layout_does_not_have_is_refused() -> None:
+def test_options_that_a_layout_does_not_have_are_rejected() -> None:
     state = MoE(dim=8, hidden_dim=12, num_experts=4, bias=True).experts.state_dict()
     del state["gate_proj"]
     with rejects("gate_proj", ..., "missing", where="experts: ") as error:

@@ -115,7 +115,7 @@ def test_weights_in_fp32_on_a_gpu_are_read_without_kernels_of_16_bits(tmp_path: 
         assert config.model.moe.backend == "float8"
 
 
-def test_layouts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_layouts_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
     job = make_job(tmp_path, MOE)
     for ep, experts in ((3, 8), (4, 6), (2, 0)):
         overrides = {"parallel.ep": ep, "model.moe.num_experts": experts}
@@ -167,7 +167,7 @@ def test_bf16_keeps_the_router_in_fp32_and_is_near_fp32(tmp_path: Path, alone: A
 
 
 @pytest.mark.slow
-def test_an_evaluation_leaves_what_experts_counted_alone(tmp_path: Path) -> None:
+def test_an_evaluation_keeps_what_experts_counted(tmp_path: Path) -> None:
     """A row covers the training of its three steps, whether or not an evaluation followed the one before."""
     found = []
     for every in (3, 0):
@@ -205,7 +205,7 @@ class NanInStep3(Callback):
         self.seen.append((self.counts, self.layer.router.expert_bias.clone()))  # type: ignore[union-attr]
 
 
-def test_a_skipped_step_leaves_the_biases_of_experts_alone(tmp_path: Path) -> None:
+def test_a_skipped_step_keeps_the_biases_of_experts(tmp_path: Path) -> None:
     NanInStep3.seen.clear()
     job = make_job(tmp_path, MOE)
     options = {"metrics.console": "off", "train.steps": 4, "train.max_skipped_steps": 2}

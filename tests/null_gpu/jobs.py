@@ -123,7 +123,7 @@ _PICTURES = {
     **_model(name="vlm", dim=32, num_layers=2, num_heads=2, max_seq_len=16),
     "model.modalities.image.first_id": 2,
     "data.seq_len": 8,
-    "data.sources.squares.name": "forge_testing.pictures:Squares",
+    "data.sources.squares.name": "forge_testing.squares:Squares",
     "sample.max_new_tokens": 0,
 }
 _VIT = _in("model.vision.vit", image_size=8, patch_size=4, dim=16, num_layers=1, num_heads=2)
@@ -213,7 +213,7 @@ _ONE_GPU = {
     "layer types": _TIERED,
     "softcap": _model(**{"attention.softcap": 20.0, "logits_softcap": 30.0}),
     "sinks": {**_model(**{"attention.sinks": True}), **_PACKED},
-    "mask of one's own": {**_model(**{"attention.mask": "forge_testing.parts:sees_itself"}), "sample.max_new_tokens": 0},
+    "mask of one's own": {**_model(**{"attention.mask": "forge_testing.extensions:self_only"}), "sample.max_new_tokens": 0},
     "options of dense models": _model(
         norm="layer_norm", feed_forward="gelu", qkv_bias=True, o_bias=True, feed_forward_bias=True,
         tie_embeddings=True, qk_norm=True, qk_norm_over="all_heads", partial_rotary_factor=0.5,

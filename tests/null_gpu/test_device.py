@@ -49,7 +49,7 @@ def _counts(folder: Path) -> dict[int, Counter[str]]:
     return device.read(folder / "counts")
 
 
-def test_a_torch_for_cpus_is_refused(tmp_path: Path) -> None:
+def test_a_torch_for_cpus_is_rejected(tmp_path: Path) -> None:
     """The message says which torch it is and which to install; an interpreter without torch has one of its own."""
     site = tmp_path / "torch"
     site.mkdir()
@@ -69,7 +69,7 @@ def test_a_torch_for_cpus_is_refused(tmp_path: Path) -> None:
 
 
 @needs_null_gpu
-def test_launches_copies_and_products_are_counted(tmp_path: Path) -> None:
+def test_launches_copies_and_matmuls_are_counted(tmp_path: Path) -> None:
     output = _run(
         tmp_path,
         """
@@ -305,7 +305,7 @@ def test_memory_is_that_of_the_device(tmp_path: Path) -> None:
 
 
 @needs_null_gpu
-def test_symmetric_memory_is_refused(tmp_path: Path) -> None:
+def test_symmetric_memory_is_rejected(tmp_path: Path) -> None:
     output = _run(
         tmp_path,
         """
@@ -365,7 +365,7 @@ def test_ends_without_destructors_and_forks_count_once(tmp_path: Path) -> None:
 
 @needs_null_gpu
 @pytest.mark.distributed
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_no_process_and_no_file_is_left(tmp_path: Path) -> None:
     """Messages between ranks are files in memory; their folder ends with the process that started the ranks."""
     (tmp_path / "program.py").write_text(
         "import os, torch, torch.distributed as dist\n"
@@ -383,7 +383,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 @needs_null_gpu
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_ends_as_it_likes_when_run_is_told_to_end(tmp_path: Path, number: int) -> None:
+def test_a_command_keeps_its_exit_code_when_run_ends_it(tmp_path: Path, number: int) -> None:
     """A job that saves when it is told to end may do so; nothing of it is left behind."""
     (tmp_path / "program.py").write_text(
         "import os, signal, sys, time\n"

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.lane("test")
 RANK = {"c10d.allreduce_": 3, "launch": 100}
 
 
-def test_the_table_has_every_smoke_cell_and_the_page_is_what_it_says() -> None:
+def test_the_table_has_every_smoke_cell_and_the_page_matches_it() -> None:
     table = json.loads(TABLE.read_text())
     names, left = _names(_arguments([]))
     told = [row["cell"] for row in table["cells"]]
@@ -40,13 +40,13 @@ def test_the_table_has_every_smoke_cell_and_the_page_is_what_it_says() -> None:
         ("rank 0 died", [{"c10d.allreduce_": 3}], "did not reach its end on the null GPU"),
     ],
 )
-def test_a_cell_is_wrong_that_asks_for_something_else(null: Any, gloo: Any, said: str) -> None:
+def test_a_cell_that_requests_other_work_is_wrong(null: Any, gloo: Any, said: str) -> None:
     _, problems = _row("tp/packed/sgd", null, gloo)
     assert len(problems) == bool(said)
     assert all(problem.startswith(said) for problem in problems)
 
 
-def test_a_kernel_more_than_in_the_table_is_told() -> None:
+def test_a_kernel_more_than_in_the_table_is_reported() -> None:
     kept, _ = _row("tp/packed/sgd", [RANK], [RANK])
     assert _against(kept, kept) == []
     assert _against(kept, None) == ["lacks a row; add it with --write"]

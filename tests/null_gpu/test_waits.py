@@ -32,7 +32,7 @@ def row(**waits: dict[str, int]) -> dict[str, Any]:
             "commit": "abc", "torch": "2.13.0"}  # fmt: skip
 
 
-def test_a_wait_that_is_new_or_more_frequent_is_red_and_one_that_is_gone_is_told() -> None:
+def test_a_wait_that_is_new_or_more_frequent_is_red_and_one_that_is_gone_is_reported() -> None:
     kept = row(row={"m:read": 2}, save={"m:stage": 3, "m:values": 1})
     assert list(problems(kept, kept, "")) == fewer(kept, kept) == []
     now = row(row={"m:read": 3}, save={"m:stage": 1}, evaluation={"m:score": 1})

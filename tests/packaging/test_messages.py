@@ -59,7 +59,7 @@ def _long(line: int, parts: list[str]) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_no_sentence_is_said_in_two_places() -> None:
+def test_no_message_has_a_sentence_of_another() -> None:
     places = defaultdict[str, set[str]](set)
     folders = ("packages/*/src/**/*.py", "apps/*/src/**/*.py", "scripts/shared/*.py")
     for path in sorted(path for folder in folders for path in ROOT.glob(folder)):

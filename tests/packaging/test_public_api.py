@@ -93,7 +93,7 @@ def _is_public(module: str, name: str | None) -> bool:
 
 
 @pytest.mark.slow
-def test_nobody_imports_what_is_not_public() -> None:
+def test_no_module_imports_private_names() -> None:
     private = []
     for path in _files():
         if str(path.relative_to(ROOT)) in PATCHING or path.parent == ROOT / "tests/shared":
@@ -111,7 +111,7 @@ def test_nobody_imports_what_is_not_public() -> None:
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_exists_and_says_what_it_is(package: str) -> None:
+def test_every_public_name_exists_and_has_a_docstring(package: str) -> None:
     for module in public_modules(package):
         names = public_names(module) or ()
         assert list(names) == sorted(names, key=_order), module

@@ -102,7 +102,7 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, Any, str]]] = {
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layout_that_cannot_run_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_layout_that_cannot_run_is_rejected(tmp_path: Path, kind: str) -> None:
     overrides, world, per_node, wanted = KINDS[kind]
     try:
         job = load_job(write_job(tmp_path), overrides)
@@ -115,7 +115,7 @@ def test_a_layout_that_cannot_run_is_refused(tmp_path: Path, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", ["heads", "layers and stages", "axes and ranks"])
-def test_the_command_refuses_before_it_starts_a_process(
+def test_the_command_rejects_layouts_before_it_starts_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     overrides, world, _, wanted = KINDS[kind]

@@ -21,7 +21,7 @@ from forge_data import Batch, Loader, Ragged
 from forge_parallel import make_meshes, parallelize
 from forge_parallel.check_model import extra_problems
 from forge_parallel.compute import divide_batch
-from forge_testing.parts import Pictured
+from forge_testing.extensions import PatchTransformer
 from forge_testing.problems import assert_problem
 from forge_testing.runs import make_job
 from forge_train import ConfigError, Trainer, load_job
@@ -31,14 +31,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 S, D, VOCAB, ROWS = 16, 32, 64, 12
 
 
-class Placed(Pictured):
+class Placed(PatchTransformer):
     """With two further axes of position."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.axes: Any = nn.Linear(2, config.dim, bias=False)
 
-    def place(self, x: Tensor, positions: Tensor) -> Tensor:
+    def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
         added: Tensor = self.axes(positions[:, 1:].transpose(1, 2).float() / S)
         return x + added
 
@@ -131,7 +131,7 @@ def test_gradients_and_evaluation_are_those_of_rows(tmp_path: Path, micro_batch:
     assert losses / batch.label_weight == pytest.approx(wanted, rel=1e-5)
 
 
-def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) -> None:
+def test_extras_that_are_missing_or_cannot_be_split_are_rejected(tmp_path: Path) -> None:
     config = load_job(make_job(tmp_path)).config
     one, two = config.parallel.axes(1), replace(config.parallel, cp=2).axes(2)
     model, batch = build(), Loader(Pictures(), 4).filler(1)
@@ -152,7 +152,7 @@ def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) 
     assert_problem(ConfigError([both]), "parallel.cp", 2, "tp")
 
 
-def test_a_batch_of_three_axes_is_cut_along_its_tokens() -> None:
+def test_a_batch_of_three_axes_is_split_along_its_tokens() -> None:
     """Rows first, tokens last."""
     batch: Batch = next(Loader(Pictures(), 3))
     assert batch.positions.shape == (3, 3, S), "as many rows as axes: a wrong dim would go unseen"
@@ -185,7 +185,7 @@ def build_pictured(vocab_size: int) -> Placed:
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("plain", [False, True])
-def test_validation_rows_without_the_models_extras_are_refused_before_the_start(
+def test_validation_rows_without_the_models_extras_are_rejected_before_the_start(
     tmp_path: Path, plain: bool
 ) -> None:
     name = f"{__name__}:PictureSource"

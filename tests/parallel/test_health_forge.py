@@ -12,7 +12,7 @@ import torch.distributed as dist
 from forge_resilience import ExitCode
 from forge_resilience.health import broken_nodes
 from forge_testing import run_on_ranks
-from forge_testing.probes import wrong_products
+from forge_testing.probes import wrong_results
 from forge_testing.runs import Fitted, fit, make_job
 from forge_train import read_run
 
@@ -25,7 +25,7 @@ def fit_on_nodes(job: Path, from_probe: int, options: dict[str, Any]) -> Fitted:
     os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"
     probes = iter(range(1, 100))
     try:
-        with wrong_products(lambda: rank == 1 and next(probes) >= from_probe):
+        with wrong_results(lambda: rank == 1 and next(probes) >= from_probe):
             return fit(job, {"metrics.console": "off", "train.steps": 6, **options})
     finally:
         del os.environ["SLURMD_NODENAME"]

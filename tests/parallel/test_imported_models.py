@@ -210,7 +210,7 @@ def llama(vocab_size: int) -> nn.Module:
         ("forge_testing.models:bigram", {"ep": 2}, ("parallel.ep", 2, "divides")),
     ],
 )  # fmt: skip
-def test_what_a_model_lacks_is_told_before_a_process_group_exists(
+def test_missing_methods_of_a_model_are_reported_before_a_process_group_exists(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,

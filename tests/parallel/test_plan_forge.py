@@ -320,7 +320,7 @@ def test_what_a_run_never_trains_has_neither_gradients_nor_moments(
 
 
 @pytest.mark.slow
-def test_weights_beside_adapters_are_held_in_16_bits(
+def test_weights_with_adapters_are_held_in_16_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = {}
@@ -397,7 +397,7 @@ def test_F176_smaller_types_are_tried_before_more_gpus_are_asked_for(
         (("--gpus", "16", "--parallel.tp", "16"), "tp 16 "),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
+def test_models_that_cannot_be_planned_are_rejected(
     flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_plan(str(PRESET / "7b_8gpu.toml"), *flags) == 78
@@ -479,7 +479,7 @@ def test_F118_a_plan_is_not_below_the_allocators_peak(name: str) -> None:
     assert measured <= plan.peak / 1e9 <= 1.08 * measured
 
 
-def test_F122_a_plan_says_how_often_cpu_offload_waits() -> None:
+def test_F122_a_plan_has_how_often_cpu_offload_waits() -> None:
     config = ParallelConfig(cpu_offload=True, recompute="none")
     model = build_model(section("dense"), 0)
     said = {

@@ -49,7 +49,7 @@ def test_router_logits_are_read_and_changed():
 
 
 @pytest.mark.slow
-def test_blocks_that_the_runner_compiles_are_refused_by_name():
+def test_blocks_that_the_runner_compiles_are_rejected_by_name():
     model = compile_blocks(Transformer(TransformerConfig(64, dim=16, num_layers=2, num_heads=4)))
     with rejects("layers.0.resid_mid", ..., "compiled"):
         everything(model, TOKENS, "layers.*.resid_mid")

@@ -190,7 +190,7 @@ def _nothing() -> Any:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "layout"), CELLS)
-def test_whole_values_and_changes_are_those_of_one_process(layout: str, kind: str) -> None:
+def test_gathered_values_and_changes_are_those_of_one_process(layout: str, kind: str) -> None:
     world = 4 if layout.count("2") > 1 else 2
     for found in run_on_ranks(world, compare, kind, layout):
         assert found["names"]
@@ -292,7 +292,7 @@ def _with_gradients(model: nn.Module, batch: Batch, whole: UnshardedPoints) -> N
 
 
 @pytest.mark.distributed
-def test_points_of_ones_own_have_a_kind_and_others_are_refused() -> None:
+def test_custom_points_have_a_kind_and_others_are_rejected() -> None:
     for worst, *refused in run_on_ranks(2, of_ones_own):
         assert worst < CLOSE
         wanted = (
@@ -327,6 +327,6 @@ def change_of_whole_logits() -> dict[str, float]:
 
 
 @pytest.mark.distributed
-def test_whole_logits_of_every_rank_are_changed_whole_and_in_place() -> None:
+def test_full_logits_of_every_rank_are_changed_in_place() -> None:
     for found in run_on_ranks(2, change_of_whole_logits):
         assert max(found.values()) < CLOSE, found

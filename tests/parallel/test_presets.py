@@ -42,7 +42,7 @@ def test_there_is_a_preset_of_every_model_and_number_of_gpus() -> None:
     assert {gpus_of(p) for p in PRESETS} == {1, 4, 8, 16, 32}
 
 
-def test_F175_a_preset_asks_slurm_for_its_gpus() -> None:
+def test_F175_a_preset_requests_its_gpus_from_slurm() -> None:
     for path in PRESETS:
         slurm = tomllib.loads(path.read_text())["slurm"]
         assert slurm["nodes"] * slurm["gpus_per_node"] == gpus_of(path), path

@@ -211,7 +211,7 @@ def wide(vocab_size: int) -> Wide:
 
 
 @pytest.mark.slow
-def test_a_whole_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) -> None:
+def test_an_unsharded_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) -> None:
     losses = []
     for world, layout in ((1, {}), (2, {"tp": 2, "sequence_parallel": False})):
         job = make_job(tmp_path / str(world))
@@ -233,7 +233,7 @@ def test_replicas_drop_alike_after_another_layout(tmp_path: Path, before: int) -
     together(fit_on_ranks(2, job, None, **name, **layout, train__steps=4))
 
 
-def test_a_layout_that_the_model_refuses_is_a_configuration_error(tmp_path: Path) -> None:
+def test_a_layout_that_the_model_rejects_is_a_configuration_error(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     options = {"model__name": "forge_testing.models:bigram", "sample__max_new_tokens": 0}
     for rank in fit_on_ranks(2, job, None, **options, parallel__tp=2):

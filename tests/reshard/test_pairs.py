@@ -73,7 +73,7 @@ def test_the_ring_has_every_layout_twice() -> None:
     assert {*RING} <= {*PAIRS}
 
 
-def test_the_page_is_what_its_json_says() -> None:
+def test_the_page_matches_its_json() -> None:
     rows = json.loads((DOCS / "data/reshard.json").read_text())
     assert (DOCS / "reshard.md").read_text() == page(rows, LAYOUTS), "run: hatch run reshard"
 

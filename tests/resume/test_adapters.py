@@ -122,7 +122,7 @@ class Die(Callback):
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_what_a_life_without_a_checkpoint_left_is_written_again(
+def test_files_of_an_attempt_without_a_checkpoint_are_written_again(
     tmp_path: Path, trunk: Path, tuned: Path
 ) -> None:
     for seed in (0, 1):  # of fresh weights; the second finds one step, and its number is taken
@@ -251,7 +251,7 @@ def test_exports_are_the_merged_model_and_a_folder_of_peft(
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_a_base_that_is_gone_or_another_one_is_refused(tmp_path: Path, tuned: Path) -> None:
+def test_a_base_that_is_gone_or_another_one_is_rejected(tmp_path: Path, tuned: Path) -> None:
     run = shutil.copytree(tuned, tmp_path / "run")
     more = {**LORA, "train__steps": 9}
     aside = run.rename(tmp_path / "aside")
@@ -299,7 +299,7 @@ def _given(run: Path) -> str:
         ),
     ],
 )
-def test_a_table_that_fits_no_run_is_refused(
+def test_a_table_that_fits_no_run_is_rejected(
     tmp_path: Path, overrides: dict[str, Any], key: str, value: Any, code: str | None
 ) -> None:
     with rejects(key, value, code, ConfigError):
@@ -309,7 +309,7 @@ def test_a_table_that_fits_no_run_is_refused(
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_parents_and_runs_that_do_not_fit_are_refused(
+def test_parents_and_runs_that_do_not_fit_are_rejected(
     tmp_path: Path, trunk: Path, tuned: Path
 ) -> None:
     fit(
@@ -354,7 +354,7 @@ def test_a_folder_of_hugging_face_is_a_base(tmp_path: Path, trunk: Path, tuned: 
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: Path) -> None:
+def test_other_trained_weights_than_adapters_are_in_the_checkpoints(tmp_path: Path) -> None:
     experts = {"model__moe__num_experts": 4, "model__moe__bias_update_rate": 0.1}
     tied = {"model__tie_embeddings": True, "optimizer__ema__decay": 0.5}
     trainer = fit(tmp_path, **experts, **tied, **LORA, train__steps=4)
@@ -409,7 +409,7 @@ def test_a_rollback_restores_the_frozen_weights(tmp_path: Path, trunk: Path) -> 
 
 
 @pytest.mark.lane("quick")
-def test_F126_values_of_a_builder_stay_and_another_model_is_refused(
+def test_F126_values_of_a_builder_stay_and_another_model_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = {
@@ -441,7 +441,7 @@ def test_F126_values_of_a_builder_stay_and_another_model_is_refused(
         run(3)
 
 
-def test_other_adapters_of_the_same_shape_are_said(
+def test_other_adapters_of_the_same_shape_are_reported(
     tmp_path: Path, tuned: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = {**LORA, "lora__alpha": 60.0, "train__steps": 1, "metrics__console": "plain"}

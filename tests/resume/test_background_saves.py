@@ -165,7 +165,7 @@ def calls_of_a_rank(job: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.distributed
-def test_all_ranks_hear_of_a_checkpoint_in_the_same_step(tmp_path: Path) -> None:
+def test_all_ranks_see_a_checkpoint_in_the_same_step(tmp_path: Path) -> None:
     (one, *others) = run_on_ranks(3, calls_of_a_rank, make_job(tmp_path))
     assert others == [one, one]
     step, calls = one
@@ -174,7 +174,7 @@ def test_all_ranks_hear_of_a_checkpoint_in_the_same_step(tmp_path: Path) -> None
     assert all(there for _, _, there in calls)
 
 
-def test_a_save_longer_than_a_batch_job_allows_is_said(
+def test_a_save_longer_than_a_batch_job_allows_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(tmp_path, "")

@@ -164,7 +164,7 @@ def test_every_kind_of_optimizer_goes_on(tmp_path: Path, name: str) -> None:
     assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
 
 
-def test_moments_of_another_optimizer_are_refused_also_where_no_configuration_is(
+def test_moments_of_another_optimizer_are_rejected_without_a_configuration_too(
     tmp_path: Path, trunk: Path
 ) -> None:
     copy = shutil.copytree(trunk / "checkpoints/step-00000006", tmp_path / "copy")
@@ -177,7 +177,7 @@ def test_moments_of_another_optimizer_are_refused_also_where_no_configuration_is
     assert not list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
-def test_another_batch_goes_on_behind_the_last_instance(tmp_path: Path, trunk: Path) -> None:
+def test_another_batch_size_goes_on_after_the_last_sample(tmp_path: Path, trunk: Path) -> None:
     job = job_of(tmp_path)
     fork = fit(job, init__from=f"{trunk}@6", init__keep=ALL, train__global_batch=8, train__steps=8)
     assert (fork.loader.cursor, fork.progress.tokens) == (6 * 4 + 2 * 8, 40 * 32)
@@ -212,7 +212,7 @@ class Other(Counter):
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_callbacks_and_random_streams_go_on_with_the_cursor_alone(tmp_path: Path) -> None:
+def test_callbacks_and_random_streams_go_on_only_with_the_cursor(tmp_path: Path) -> None:
     parent = job_of(tmp_path / "parent")
     fit(parent, Counter(), train__steps=6)
     found: dict[str, tuple[int, int]] = {}
@@ -240,7 +240,7 @@ def test_callbacks_and_random_streams_go_on_with_the_cursor_alone(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_two_decays_forked_from_a_trunk_are_two_whole_runs(tmp_path: Path) -> None:
+def test_two_decays_forked_from_a_trunk_are_two_full_runs(tmp_path: Path) -> None:
     wsd = {"schedule__name": "wsd", "schedule__warmup_steps": 2, "checkpoint__keep_last": 9}
     fit(job_of(tmp_path / "trunk"), train__steps=14, schedule__wsd__decay_steps=2, **wsd)
     for name, steps, decay in (("short", 9, 3), ("long", 12, 3)):
@@ -266,7 +266,10 @@ def test_two_decays_forked_from_a_trunk_are_two_whole_runs(tmp_path: Path) -> No
 def test_another_schedule_is_evaluated_at_the_step_of_the_parent(
     tmp_path: Path, trunk: Path
 ) -> None:
-    steep = {"schedule__name": "forge_testing.parts:staircase", "schedule__options__height": 0.1}
+    steep = {
+        "schedule__name": "forge_testing.extensions:half_way",
+        "schedule__options__height": 0.1,
+    }
     fit(job_of(tmp_path), init__from=f"{trunk}@6", init__keep=ALL, **steep)
     fit(job_of(tmp_path / "whole"), **steep)
     mine, whole = rows(tmp_path / "run"), rows(tmp_path / "whole/run")
@@ -318,7 +321,7 @@ class Die(Callback):
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_a_fork_that_dies_before_its_first_save_forks_again_or_says_that_the_parent_is_gone(
+def test_a_fork_that_dies_before_its_first_save_forks_again_or_reports_a_missing_parent(
     tmp_path: Path, trunk: Path
 ) -> None:
     parent = shutil.copytree(trunk, tmp_path / "parent")
@@ -365,7 +368,7 @@ def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_a_damaged_source_is_refused_and_a_damaged_fork_never_forks_again(
+def test_a_damaged_source_is_rejected_and_a_damaged_fork_never_forks_again(
     tmp_path: Path, trunk: Path
 ) -> None:
     parent = shutil.copytree(trunk, tmp_path / "parent")
@@ -459,7 +462,7 @@ def test_a_fork_in_another_layout_has_the_same_weights_and_trains_alike(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_on_two_ranks_a_decay_of_a_trunk_is_the_whole_run_bit_for_bit(tmp_path: Path) -> None:
+def test_on_two_ranks_a_decay_of_a_trunk_is_the_full_run_bit_for_bit(tmp_path: Path) -> None:
     wsd = {"schedule__name": "wsd", "schedule__wsd__decay_steps": 2, "eval__every_steps": 0}
     fit_on_ranks(2, job_of(tmp_path / "trunk"), train__steps=6, **wsd)
     whole = together(fit_on_ranks(2, job_of(tmp_path / "whole"), train__steps=5, **wsd))

@@ -105,7 +105,7 @@ def test_a_flipped_bit_in_the_newest_checkpoint_falls_back_and_ends_with_the_sam
 
 
 @pytest.mark.slow
-def test_every_checkpoint_corrupt_is_exit_66_and_harms_nothing(tmp_path: Path) -> None:
+def test_every_checkpoint_corrupt_is_exit_66_and_changes_nothing(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert forge_train("run", job).code == 0
     for manifest in (tmp_path / "run/checkpoints").glob("step-*/manifest.json"):

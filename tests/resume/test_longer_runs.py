@@ -24,7 +24,7 @@ def cosine(step: int, total: int) -> float:
     return 1e-2 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-def test_F158_a_longer_run_says_what_becomes_of_the_learning_rate(
+def test_F158_a_longer_run_reports_its_learning_rate(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = make_job(tmp_path)

@@ -161,7 +161,7 @@ def test_an_import_begins_with_its_weights_rounded(tmp_path: Path) -> None:
         torch.testing.assert_close(began[name].float(), value, rtol=2**-7, atol=0)
 
 
-def test_a_choice_that_rounds_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_rounding_that_rounds_nothing_is_rejected(tmp_path: Path) -> None:
     job = _drop_eps(make_job(tmp_path))
     for name in ("schedule_free_adamw", "torch.optim:SGD"):
         with rejects("parallel.param_dtype", "bf16", "optimizer", JobError, where=repr(name)):

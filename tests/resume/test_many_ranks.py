@@ -81,7 +81,7 @@ class SaveFromRank1(Callback):
 
 
 @pytest.mark.slow
-def test_one_rank_asks_for_a_save_and_all_save_the_next_step(tmp_path: Path) -> None:
+def test_one_rank_requests_a_save_and_all_save_the_next_step(tmp_path: Path) -> None:
     fitted = fit_on_ranks(2, make_job(tmp_path), SaveFromRank1, checkpoint__every_steps=0)
     assert [f.code for f in fitted] == [0, 0]
     events = read_run(tmp_path / "run").events
@@ -187,7 +187,7 @@ class LightlyWeighed(Weighed):
 
 
 @pytest.mark.slow
-def test_labels_that_weigh_less_than_fp32_can_divide_by_end_all_ranks(tmp_path: Path) -> None:
+def test_weights_of_labels_that_fp32_cannot_divide_by_end_all_ranks(tmp_path: Path) -> None:
     """The mean over labels of equal weight is that of labels without."""
     plain = make_job(tmp_path / "plain")
     assert [f.code for f in fit_on_ranks(2, plain, train__steps=2)] == [0, 0]
@@ -233,7 +233,7 @@ def test_a_forward_between_steps_changes_no_number(
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_a_builder_that_gives_each_rank_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_builder_that_gives_each_rank_another_model_is_rejected(tmp_path: Path) -> None:
     other = {"model__name": "forge_testing.models:by_rank", "sample__max_new_tokens": 0}
     text = make_job(tmp_path).read_text()
     job = tmp_path / "imported.toml"
@@ -242,7 +242,7 @@ def test_a_builder_that_gives_each_rank_another_model_is_refused(tmp_path: Path)
     assert [f.code for f in refused] == [78, 78]
     assert "model.name" in refused[0].problems[0]
     assert "[1]" in refused[0].problems[0]
-    same = fit_on_ranks(2, job, **{**other, "model__name": "forge_testing.models:by_chance"})
+    same = fit_on_ranks(2, job, **{**other, "model__name": "forge_testing.models:random_weights"})
     assert [f.code for f in same] == [0, 0]
 
 
@@ -271,7 +271,7 @@ def test_a_rank_that_reads_another_batch_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.lane("quick")
-def test_a_refusal_of_one_rank_is_a_refusal_of_all(tmp_path: Path) -> None:
+def test_a_configuration_error_of_one_rank_ends_all(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     refused = run_on_ranks(2, fit_with_blocked_folder, job)
     assert [f.code for f in refused] == [78, 78]
@@ -322,7 +322,7 @@ def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) 
     assert rows["lr"][6] != rows["lr"][4]  # the schedule went on
 
 
-def test_more_bad_steps_than_allowed_end_all_ranks_and_no_weight_is_harmed(tmp_path: Path) -> None:
+def test_more_bad_steps_than_allowed_end_all_ranks_and_no_weight_changes(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     fitted = fit_on_ranks(
         2,
@@ -378,7 +378,7 @@ def test_F101_goes_on_on_numbers_of_ranks_that_do_not_divide_the_batch(tmp_path:
 
 
 @pytest.mark.slow
-def test_F101_explain_and_run_say_what_uneven_shares_cost(tmp_path: Path) -> None:
+def test_F101_explain_and_run_report_the_cost_of_uneven_shares(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     cost = re.compile(r"\b5 readers .*\b12 .*\b3, 1 .*\b25\.0%")
     told = forge_train("explain", job, "--nproc", "5")
@@ -394,7 +394,7 @@ def test_F101_explain_and_run_say_what_uneven_shares_cost(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_explain_tells_the_cost_of_the_layout_that_the_planner_chooses(
+def test_explain_prints_the_cost_of_the_layout_that_the_planner_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def choose(job: Any, world_size: int, gpus_per_node: int) -> Any:
@@ -413,14 +413,14 @@ def test_explain_tells_the_cost_of_the_layout_that_the_planner_chooses(
 
 
 @pytest.mark.slow
-def test_a_layout_that_is_not_the_ranks_is_refused(tmp_path: Path) -> None:
+def test_a_layout_of_another_number_of_ranks_is_rejected(tmp_path: Path) -> None:
     for verb in ("run", "explain"):
         refused = forge_train(verb, make_job(tmp_path), "--nproc", "5", "--parallel.dp_shard", "2")
         assert refused.code == 78
         assert re.search(r"dp_shard 2 .*\b5 ranks", refused.err)
 
 
-def test_a_rank_without_its_group_is_told_so(
+def test_a_rank_without_its_group_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -432,7 +432,7 @@ def test_a_rank_without_its_group_is_told_so(
         trainer.fit()
 
 
-def test_a_group_that_the_environment_does_not_know_is_told_so(tmp_path: Path) -> None:
+def test_a_group_unknown_to_the_environment_is_an_error(tmp_path: Path) -> None:
     trainer = Trainer(load_job(make_job(tmp_path)))
     meshes = Meshes(torch.device("cpu"), world_size=2, batch_size=2)
     with rejects("meshes", 2, "mismatch", ConfigError):
@@ -456,7 +456,7 @@ def _dispatch(job: Path, said: Path) -> None:
         sys.stderr = stderr
 
 
-def test_F105_who_loses_another_rank_prints_one_line(tmp_path: Path) -> None:
+def test_F105_a_rank_that_loses_another_prints_one_line(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1: .*\b9\b"):
         run_on_ranks(2, _dispatch, make_job(tmp_path), tmp_path, timeout=60)
     (line,) = (tmp_path / "0").read_text().splitlines()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from forge_core import cross_entropy, flops_per_token
-from forge_testing.parts import smoothed
+from forge_testing.extensions import smoothed
 from forge_testing.problems import rejects
 from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
@@ -144,7 +144,7 @@ global_batch = 20
 """
 
 
-def test_F206_F207_rows_and_length_behind_a_rollback_between_rows(tmp_path: Path) -> None:
+def test_F206_F207_rows_and_length_after_a_rollback_between_rows(tmp_path: Path) -> None:
     """Rows every 4 steps, checkpoints every 3, step 7 goes back to step 6; then rows of another length, up to 4600 tokens."""
     keys = {name.replace("__", "."): value for name, value in BACK.items()}
     keys |= {"metrics.every_steps": 4, "train.steps": None, "train.tokens": 4600, "eval.every_steps": 0,
@@ -175,7 +175,7 @@ class StopAt(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_F206_the_row_behind_a_resume_counts_the_steps_before_it(tmp_path: Path) -> None:
+def test_F206_the_row_after_a_resume_counts_the_steps_before_it(tmp_path: Path) -> None:
     keys = {name.replace("__", "."): value for name, value in BACK.items()}
     keys |= {"resilience.nonfinite.action": "skip", "resilience.nonfinite.max_in_a_row": 1, "metrics.every_steps": 6,
              "eval.every_steps": 0, "sample.max_new_tokens": 0, "metrics.console": "off",
@@ -257,7 +257,7 @@ def test_batches_before_the_bad_ones_are_left_out_and_checkpoints_among_them_rem
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_windows_that_overlap_a_checkpoint_and_each_other_are_left_out_behind_it(
+def test_windows_that_overlap_a_checkpoint_and_each_other_are_left_out_after_it(
     tmp_path: Path,
 ) -> None:
     """Both reach back to step 6, which the only checkpoint holds already."""
@@ -306,7 +306,7 @@ def test_a_kill_after_the_rollback_comes_to_the_same_run(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_saved_behind_a_rollback_and_resumed_on_other_ranks(tmp_path: Path) -> None:
+def test_saved_after_a_rollback_and_resumed_on_other_ranks(tmp_path: Path) -> None:
     job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
     stopped = fit_on_ranks(2, job, StopAt10, **BACK)
     assert [f.code for f in stopped] == [75, 75]
@@ -323,7 +323,7 @@ class StopAt10(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_keys_of_a_rollback_without_one_are_refused(tmp_path: Path) -> None:
+def test_keys_of_a_rollback_without_one_are_rejected(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     with rejects("resilience.rollback", ..., "requires", ConfigError):
         load_job(job, {"resilience.rollback.batches_before": 3})

@@ -214,7 +214,7 @@ def test_F103_checkpoints_moved_while_the_run_writes(folder: Path) -> None:
 
 
 @pytest.mark.lane("quick")
-def test_F103_checkpoints_removed_and_made_anew_by_somebody(folder: Path) -> None:
+def test_F103_checkpoints_removed_and_made_again_from_outside(folder: Path) -> None:
     here = folder / "run/checkpoints"
 
     def replace() -> None:
@@ -247,7 +247,7 @@ def test_F103_a_disk_that_does_not_hold_what_was_written(
 
 
 @pytest.mark.lane("quick")
-def test_F188_a_run_whose_checkpoints_are_gone_does_not_begin_anew(folder: Path) -> None:
+def test_F188_a_run_whose_checkpoints_are_gone_does_not_start_over(folder: Path) -> None:
     files = [folder / "run/metrics.jsonl", folder / "run/events.jsonl"]
     before = [file.read_bytes() for file in files]
     shutil.rmtree(folder / "run/checkpoints")

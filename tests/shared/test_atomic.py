@@ -149,7 +149,7 @@ def test_a_kill_between_the_two_renames_is_restored_by_the_next_writer(tmp_path:
 
 
 @pytest.mark.parametrize("name", ["out", "data[v2]", "a*b"])
-def test_F149_leftovers_of_the_dead_are_removed_and_those_of_the_living_kept(
+def test_F149_leftovers_of_dead_writers_are_removed_and_of_running_ones_kept(
     tmp_path: Path, name: str
 ) -> None:
     dead = 1 << 30  # more than the kernel gives
@@ -192,7 +192,7 @@ def test_removing_follows_no_link(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_living_writer_of_another_pid_namespace_keeps_its_file(
+def test_a_running_writer_of_another_pid_namespace_keeps_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Containers of one host name count their processes by themselves: the number says nothing about another's."""

@@ -42,7 +42,7 @@ def wait_for(happened: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_of_many_processes_one_writes_and_the_others_say_for_whom_they_wait(
+def test_of_many_processes_one_writes_and_the_others_name_it_while_they_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -88,7 +88,7 @@ def test_F172_of_two_threads_one_writes(tmp_path: Path) -> None:
     assert (found, wrote) == (["words"] * 2, [1])
 
 
-def test_a_killed_writer_neither_blocks_nor_is_believed(
+def test_a_killed_writer_neither_blocks_nor_leaves_an_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed with all its files written but not yet in place, and with a child that outlives it."""
@@ -119,7 +119,7 @@ def test_an_entry_is_written_once_and_read_without_a_lock(
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyError, TypeError, FileNotFoundError, InvalidData])
-def test_a_damaged_entry_is_made_again_and_that_is_said_once(
+def test_a_damaged_entry_is_made_again_and_reported_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
     entry = tmp_path / "cache/e"

@@ -51,7 +51,7 @@ def test_a_holder_is_named_and_the_lock_of_a_dead_one_is_free(tmp_path: Path) ->
     assert path.exists()
 
 
-def test_F172_threads_exclude_each_other_and_who_waits_names_the_holder(tmp_path: Path) -> None:
+def test_F172_threads_exclude_each_other_and_a_waiter_names_the_holder(tmp_path: Path) -> None:
     waited: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         with locked(tmp_path / "lock"):
@@ -117,7 +117,7 @@ def test_F162_a_file_that_was_replaced_before_it_was_locked_is_not_the_lock(
         assert not lock.is_current()
 
 
-def test_F162_who_waits_for_a_removed_lock_takes_that_of_a_new_file(tmp_path: Path) -> None:
+def test_F162_a_waiter_for_a_removed_lock_takes_that_of_a_new_file(tmp_path: Path) -> None:
     waited: list[str] = []
     with ThreadPoolExecutor(1) as pool:
         with locked(tmp_path / "lock", remove=True):

@@ -85,7 +85,7 @@ def test_F142_add_bos_token_counts_where_the_post_processor_writes_nothing(tmp_p
     assert names(begin_tokens(write(tmp_path, None, config), tmp_path)) == []
 
 
-def test_F142_a_token_that_is_written_twice_stands_once(tmp_path: Path) -> None:
+def test_F142_a_token_that_is_written_twice_is_there_once(tmp_path: Path) -> None:
     twice = template("<s> <s> $A <eos>")
     assert names(begin_tokens(write(tmp_path, twice, {}), tmp_path)) == ["<s>"]
 

@@ -27,7 +27,7 @@ def test_two_parquet_files_in_one_are_rejected(tmp_path, first, second, index):
         check_parquet(path, parquet.ParquetFile(path).metadata, InvalidData)
 
 
-def test_a_saved_set_is_one_whole_stream(tmp_path):
+def test_a_saved_set_is_one_complete_stream(tmp_path):
     table, path = arrow.table({"n": range(90)}), tmp_path / "train" / "a.arrow"
     path.parent.mkdir()
     with arrow.ipc.new_stream(path, table.schema) as file:

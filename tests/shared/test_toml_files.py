@@ -61,7 +61,7 @@ def test_long_names_never_reach_tomllib(
     ['"""' + '\\"""' * 200_000, "'''" + "''\n" * 300_000, '"\\' * 400_000, '"""' + "\\" * 900_001],
     ids=["lines", "literal lines", "basic", "backslashes"],
 )
-def test_a_string_without_end_is_refused_at_once(tmp_path: Path, text: str) -> None:
+def test_a_string_without_end_is_rejected_at_once(tmp_path: Path, text: str) -> None:
     path = tmp_path / "job.toml"
     path.write_text("x = " + text)
     with rejects("", ..., "not_toml"):
@@ -79,7 +79,7 @@ def test_a_string_without_end_is_refused_at_once(tmp_path: Path, text: str) -> N
     ],
     ids=["digits", "depth", "recursion", "bytes", "size"],
 )
-def test_a_text_beyond_a_limit_is_refused(tmp_path: Path, content: str | bytes, code: str) -> None:
+def test_a_text_beyond_a_limit_is_rejected(tmp_path: Path, content: str | bytes, code: str) -> None:
     path = tmp_path / "job.toml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with rejects("", ..., code):
@@ -88,7 +88,7 @@ def test_a_text_beyond_a_limit_is_refused(tmp_path: Path, content: str | bytes, 
     assert read_toml(path)
 
 
-def test_what_is_not_a_text_file_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_text_are_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name, code in {
         "none": "not_found",

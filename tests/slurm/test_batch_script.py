@@ -249,7 +249,7 @@ def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):
     assert "was cancelled" in job.log()
 
 
-def test_a_node_that_dies_is_left_behind(slurm, tmp_path):
+def test_a_job_goes_on_without_a_dead_node(slurm, tmp_path):
     """Its peers fail at once, minutes before Slurm knows: the script asks the nodes itself."""
     job = Job(slurm, tmp_path / "run", "wait 0", nodes=2)
     (tmp_path / "run/alive").touch()

@@ -300,7 +300,7 @@ def test_F193_sizes_that_do_not_fit_and_a_damaged_state_file_lose_no_job(run, sl
     assert [nodes for _, nodes in run.lives()] == ["2"]
 
 
-def test_a_silent_controller_decides_nothing_and_a_refusal_is_told(run, slurm):
+def test_a_silent_controller_decides_nothing_and_a_rejection_is_reported(run, slurm):
     run.life(1, "exit $((code = 75))")
     process = run.start()
     run.wait_for_life(2)

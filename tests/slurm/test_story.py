@@ -8,7 +8,7 @@ from tests.slurm.story import SHORT, Run, compare, disturb
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-def test_a_job_on_four_three_and_four_nodes_ends_like_one_that_nobody_disturbed(slurm, tmp_path):
+def test_a_job_on_four_three_and_four_nodes_ends_like_an_undisturbed_one(slurm, tmp_path):
     reference = Run(slurm, tmp_path / "undisturbed", 40)
     reference.train_undisturbed(4)
     run = Run(slurm, tmp_path / "disturbed", 40)

@@ -13,7 +13,7 @@ from forge_train import read_run
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--nproc", "2")], ids=["one process", "two ranks"])
-def test_one_process_follows_a_run_and_tells_of_each_event_once(
+def test_one_process_follows_a_run_and_sends_each_event_once(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
     script = tmp_path / "note.sh"

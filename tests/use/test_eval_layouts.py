@@ -121,7 +121,7 @@ def test_every_layout_measures_what_one_process_does(
 
 
 @pytest.mark.lane("quick")
-def test_a_checkpoint_that_cannot_be_opened_is_refused_by_all_ranks_alike(mixture: Path) -> None:
+def test_a_checkpoint_that_cannot_be_opened_is_rejected_by_all_ranks_alike(mixture: Path) -> None:
     found = run_on_ranks(2, opened, mixture, {}, 5)
     assert [f.code for f in found] == [66, 66]
     assert found[0].problems == found[1].problems
@@ -149,7 +149,7 @@ def test_the_command_starts_ranks_and_one_of_them_prints(mixture: Path) -> None:
         (("--parallel.ep", "2", "--parallel.pp", "2"), "parallel.ep", 2, "divides"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused_before_a_rank_starts(
+def test_a_layout_that_does_not_fit_is_rejected_before_a_rank_starts(
     mixture: Path, flags: tuple[str, ...], key: str, value: int, code: str
 ) -> None:
     shown = " ".join(flags[:2]).removeprefix("--parallel.")

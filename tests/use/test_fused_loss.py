@@ -167,8 +167,8 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
     ("flags", "named"),
     [
         (
-            ("--train.objective", "forge_testing.parts:smoothed"),
-            ("train.objective 'forge_testing.parts:smoothed'", "'fused_cross_entropy'"),
+            ("--train.objective", "forge_testing.extensions:smoothed"),
+            ("train.objective 'forge_testing.extensions:smoothed'", "'fused_cross_entropy'"),
         ),
         (
             ("--model.name", "forge_testing.models:bigram"),
@@ -181,7 +181,7 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
     ],
     ids=["objective", "then", "name"],
 )
-def test_where_it_cannot_be_computed_it_is_refused(
+def test_where_it_cannot_be_computed_it_is_rejected(
     tmp_path: Path, flags: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     loss = () if "--train.loss" in flags else ("--train.loss", "fused_cross_entropy")
@@ -191,7 +191,7 @@ def test_where_it_cannot_be_computed_it_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_without_then_is_refused_before_a_process_group(
+def test_a_model_without_then_is_rejected_before_a_process_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "init_process_group", None)

@@ -23,8 +23,8 @@ from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import BOUND, HFFolder, find_family
 from forge_data import Loader
 from forge_data.prepare import prepare
+from forge_testing.extensions import smoothed
 from forge_testing.jobs import TINY_JOB
-from forge_testing.parts import smoothed
 from forge_testing.problems import ANY, assert_problem, rejects
 from forge_testing.processes import forge_train
 from forge_testing.runs import fit_on_ranks
@@ -359,7 +359,7 @@ def test_the_model_of_a_job_is_that_of_the_import(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_import_never_starts_anew_silently(tmp_path: Path) -> None:
+def test_a_damaged_import_never_starts_over_silently(tmp_path: Path) -> None:
     save("Qwen2", tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
     data = tmp_path / "run" / "checkpoints" / "step-00000000" / "data-0.bin"
@@ -453,7 +453,7 @@ IMPORTS: dict[str, tuple[str, dict[str, Any], str, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", IMPORTS)
-def test_an_import_that_cannot_be_held_is_refused_by_name(tmp_path: Path, case: str) -> None:
+def test_an_import_that_cannot_be_held_is_rejected_by_name(tmp_path: Path, case: str) -> None:
     kind, keys, key, value, code = IMPORTS[case]
     save(kind, tmp_path / "hf")
     change(tmp_path / "hf", **keys)
@@ -542,7 +542,7 @@ def test_F210_weights_that_are_nan_are_not_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.lane("test")
-def test_a_run_is_never_written_over_and_other_folders_are_refused(tmp_path: Path) -> None:
+def test_a_run_is_never_written_over_and_other_folders_are_rejected(tmp_path: Path) -> None:
     save("Llama", tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
     with rejects("run.dir", str(tmp_path / "run"), "exists", ConfigError):
@@ -576,7 +576,7 @@ EXPORTS: dict[str, tuple[dict[str, Any], str, Any]] = {
 
 
 @pytest.mark.parametrize("case", EXPORTS)
-def test_an_option_without_a_key_is_refused_by_name(tmp_path: Path, case: str) -> None:
+def test_an_option_without_a_key_is_rejected_by_name(tmp_path: Path, case: str) -> None:
     keys, key, value = EXPORTS[case]
     job = write_job(tmp_path)
     given = {"model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "train.steps": 1,
@@ -665,7 +665,7 @@ def test_a_hostile_folder_is_one_line_on_the_command_line(tmp_path: Path) -> Non
         ("run/checkpoints/step-00000009", {}, "damaged"),
     ],
 )
-def test_exports_of_nothing_are_refused(
+def test_exports_of_nothing_are_rejected(
     tmp_path: Path, source: str, options: dict[str, Any], code: str
 ) -> None:
     save("Llama", tmp_path / "hf")
@@ -676,7 +676,7 @@ def test_exports_of_nothing_are_refused(
 
 
 @pytest.mark.lane("test")
-def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
+def test_a_failed_check_is_reported(tmp_path: Path) -> None:
     save("Llama", tmp_path / "hf")
     found = read_model(tmp_path / "hf")
     model = found.build()
@@ -692,7 +692,7 @@ WEIRD = (None, True, False, "x", "", -1, 0, 2.5, [], [1], [[1]], ["x"], {}, {"a"
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", CASES)
-def test_F98_a_key_of_any_value_is_read_or_refused(kind: str) -> None:
+def test_F98_a_key_of_any_value_is_read_or_rejected(kind: str) -> None:
     """Every key of the family, and those of the others, with values that no file should have: a model, or lines."""
     hf = config_of(kind).to_dict()
     section_of(find_family(hf).configs_from_hf(hf))

@@ -115,7 +115,7 @@ def test_the_fused_loss_trains_and_logs_the_same(folder: Path, tmp_path: Path) -
                 "--train.cross_entropy.z_loss",
                 "1e-4",
                 "--train.objective",
-                "forge_testing.parts:smoothed",
+                "forge_testing.extensions:smoothed",
             ),
             ("train.cross_entropy.z_loss 0.0001", "'cross_entropy'"),
             marks=pytest.mark.slow,
@@ -131,7 +131,7 @@ def test_the_fused_loss_trains_and_logs_the_same(folder: Path, tmp_path: Path) -
     ],
     ids=str,
 )
-def test_tables_that_do_not_apply_are_refused(
+def test_tables_that_do_not_apply_are_rejected(
     tmp_path: Path, flags: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     told = forge_train("run", make_job(tmp_path), *flags)

@@ -73,7 +73,7 @@ def test_its_weight_may_change_within_a_run(tmp_path: Path) -> None:
     [
         ({"model.moe.num_experts": 4}, "model.mtp.num_modules", 2, "excludes"),
         (
-            {"train.objective": "forge_testing.parts:smoothed"},
+            {"train.objective": "forge_testing.extensions:smoothed"},
             *("model.mtp.num_modules", 2, "excludes"),
         ),
         (
@@ -82,7 +82,7 @@ def test_its_weight_may_change_within_a_run(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused(
+def test_keys_that_conflict_with_it_are_rejected(
     tmp_path: Path, keys: dict[str, Any], key: str, value: Any, code: str
 ) -> None:
     from forge_train import Trainer

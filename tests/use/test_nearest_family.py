@@ -61,7 +61,7 @@ def test_the_keys_that_differ_from_the_nearest_family(case: str) -> None:
     assert {(p.origin.partition(",")[0], p.fix) for p in others} == {(family, "")}
 
 
-def test_a_family_by_name_is_refused_with_one_that_holds_the_model() -> None:
+def test_a_family_by_name_is_rejected_with_one_that_holds_the_model() -> None:
     plain, mup = BuiltInModelConfig(**SMALL), BuiltInModelConfig(**SMALL, **MUP)
     assert family_of(plain, None).name == family_of(plain, "llama").name == "llama"
     assert family_of(mup, None).name == "granite"

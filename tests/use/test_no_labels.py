@@ -89,7 +89,7 @@ def test_F205_data_without_any_label_is_an_error_before_the_first_step(tmp_path:
         Trainer(load_job(job, {**trained, "eval.sets.other.name": bare}))
 
 
-def test_F205_remarks_of_held_out_sets_are_printed(
+def test_F205_warnings_of_held_out_sets_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What the stream of a held-out set has to say, as that of the training data."""

@@ -122,16 +122,16 @@ def test_the_first_step_of_an_objective_is_that_by_hand(tmp_path: Path, name: st
         (
             (
                 "--train.loss",
-                "forge_testing.parts:squared_error",
+                "forge_testing.extensions:squared_error",
                 "--train.objective",
                 f"{__name__}:distil",
             ),
-            (f"train.objective '{__name__}:distil'", "'forge_testing.parts:squared_error'"),
+            (f"train.objective '{__name__}:distil'", "'forge_testing.extensions:squared_error'"),
         ),
     ],
     ids=str,
 )
-def test_names_that_lead_nowhere_are_refused(
+def test_names_that_cannot_be_imported_are_rejected(
     tmp_path: Path, flags: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     for verb in ("explain", "run"):
@@ -140,7 +140,7 @@ def test_names_that_lead_nowhere_are_refused(
         assert all(name in " ".join(told.err.split()) for name in named), told.err
 
 
-def test_F209_an_objective_of_parts_of_sequences_with_images_is_refused(tmp_path: Path) -> None:
+def test_F209_an_objective_of_parts_of_sequences_with_images_is_rejected(tmp_path: Path) -> None:
     """Before step 1, from the description alone, and for models of others by what they say."""
     name = f"{__name__}:dpo"
     keys = {"train.objective": name, "train.objective_options": {"beta": 0.1}, "parallel.cp": 2}
@@ -165,7 +165,7 @@ def test_F209_an_objective_of_parts_of_sequences_with_images_is_refused(tmp_path
     ],
     ids=str,
 )
-def test_layouts_and_results_that_do_not_go_with_an_objective_are_refused(
+def test_layouts_and_results_that_an_objective_cannot_have_are_rejected(
     tmp_path: Path, layout: dict[str, Any], name: str, named: str
 ) -> None:
     keys: dict[str, Any] = {

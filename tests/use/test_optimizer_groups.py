@@ -181,7 +181,7 @@ lr_multiplier = 0.0
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("options", [{}, {"parallel.pp": 2, "train.micro_batch": 3}], ids=str)
-def test_what_never_trains_has_no_state_and_a_rank_may_have_nothing_else(
+def test_frozen_weights_have_no_state_and_a_rank_may_have_only_those(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """Under pp the first rank holds the embedding and layer 0 and nothing else."""
@@ -252,7 +252,7 @@ def test_a_run_resumes_in_the_middle_of_a_stage_with_the_same_bits(
     ],
     ids=str,
 )
-def test_a_later_life_may_train_what_was_always_frozen_or_freeze_for_good(
+def test_a_later_attempt_may_train_what_was_always_frozen_or_freeze_for_good(
     tmp_path: Path, world: int, options: dict[str, Any], thaws: bool
 ) -> None:
     """As if the stage at the border of the two lives had been planned from the start."""
@@ -435,14 +435,14 @@ def test_a_class_of_torch_gets_the_groups(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_wrong_groups_and_stages_are_refused_as_they_are_read(
+def test_wrong_groups_and_stages_are_rejected_as_they_are_read(
     tmp_path: Path, table: str, key: str, value: Any, code: str, named: str
 ) -> None:
     with rejects(key, value, code, ConfigError, where=named):
         load_job(make_job(tmp_path, table + "\n"))
 
 
-def test_what_a_class_of_torch_does_not_take_is_refused(tmp_path: Path) -> None:
+def test_options_that_a_class_of_torch_does_not_take_are_rejected(tmp_path: Path) -> None:
     table = '[optimizer.groups.a]\npatterns = ["*"]\nweight_decay = 0.5\n'
     key = "optimizer.groups.a.weight_decay"
     with rejects(key, 0.5, "unsupported", ConfigError, where="torch.optim:Rprop"):
@@ -452,7 +452,7 @@ def test_what_a_class_of_torch_does_not_take_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_an_optimizer_that_knows_no_groups_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_optimizer_without_groups_is_rejected_by_name(tmp_path: Path) -> None:
     job = make_job(tmp_path, FROZEN.replace("0.0", "0.5"))
     trainer = Trainer(load_job(job, {**SHORT, "optimizer.name": "forge_testing.models:PlainSGD"}))
     key, optimizer = "optimizer.groups.front", "forge_testing.models:PlainSGD"
@@ -461,7 +461,7 @@ def test_an_optimizer_that_knows_no_groups_is_refused_by_name(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_other_groups_are_refused_where_state_goes_by_position(tmp_path: Path) -> None:
+def test_other_groups_are_rejected_where_state_goes_by_position(tmp_path: Path) -> None:
     """Groups of one parameter each: torch would give the head's moments to the table."""
     adam = {**SHORT, "optimizer.name": "torch.optim:Adam"}
     table = '[optimizer.groups.a]\npatterns = ["{}.*"]\n'
@@ -486,7 +486,7 @@ def test_an_imported_model_in_16_bits_has_groups(tmp_path: Path) -> None:
     assert dtypes == {"table.weight": torch.bfloat16, "head.weight": torch.float32}
 
 
-def test_patterns_are_tried_on_somebody_elses_model_before_a_run_begins(tmp_path: Path) -> None:
+def test_patterns_are_tried_on_a_custom_model_before_a_run_begins(tmp_path: Path) -> None:
     table = '[optimizer.groups.a]\npatterns = ["hat.*"]\n'
     name = {"model.name": "forge_testing.models:bigram", "sample.max_new_tokens": 0}
     job = load_job(make_job(tmp_path, table), name)
@@ -496,7 +496,7 @@ def test_patterns_are_tried_on_somebody_elses_model_before_a_run_begins(tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_muon_is_tried_on_somebody_elses_model_before_a_run_begins(tmp_path: Path) -> None:
+def test_muon_is_tried_on_a_custom_model_before_a_run_begins(tmp_path: Path) -> None:
     theirs = {"model.name": "forge_testing.models:bigram", "sample.max_new_tokens": 0}
     job = load_job(make_job(tmp_path), theirs | {"optimizer.name": "muon"})
     with rejects("optimizer.name", "muon", "no_matrix", ConfigError):

@@ -89,7 +89,9 @@ def test_muon_goes_on_in_another_layout(tmp_path: Path, layout: dict[str, object
 @pytest.mark.parametrize(
     ("name", "code"), [("torch.optim:LBFGS", "closure"), ("adamww", "unknown")]
 )
-def test_F114_refused_before_the_run_directory_exists(tmp_path: Path, name: str, code: str) -> None:
+def test_F114_errors_come_before_the_run_directory_exists(
+    tmp_path: Path, name: str, code: str
+) -> None:
     with rejects("optimizer.name", name, code, ConfigError):
         Trainer(load_job(make_job(tmp_path), {"optimizer.name": name})).fit()
     assert not (tmp_path / "run").exists()

@@ -74,7 +74,7 @@ def test_a_step_has_six_spans_and_one_for_each_call_of_hooks(
 
 
 @pytest.mark.lane("quick")
-def test_a_window_is_written_beside_the_rows_and_recorded(tmp_path: Path) -> None:
+def test_a_window_is_written_next_to_the_rows_and_recorded(tmp_path: Path) -> None:
     options = {**WINDOW, "profile.every_steps": 3, "train.steps": 8, "metrics.console": "off"}
     Trainer(load_job(write_job(tmp_path), options)).fit()
     run = tmp_path / "run"
@@ -88,7 +88,7 @@ def test_a_window_is_written_beside_the_rows_and_recorded(tmp_path: Path) -> Non
     assert "matrix products" in (run / "profile/step-5/rank-0.md").read_text()
 
 
-def test_a_folder_that_refuses_costs_the_profile_alone(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_costs_only_the_profile(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path), {**WINDOW, "train.steps": 7, "metrics.console": "off"})
     trainer = Trainer(job)
     (tmp_path / "run").mkdir()
@@ -108,7 +108,7 @@ def test_a_folder_that_refuses_costs_the_profile_alone(tmp_path: Path) -> None:
         ({"profile.every_steps": 2}, 2, "range", "num_steps 2"),
     ],
 )
-def test_windows_that_no_run_comes_to_are_refused(
+def test_windows_that_no_run_comes_to_are_rejected(
     tmp_path: Path, keys: dict[str, Any], value: Any, code: str, shown: str
 ) -> None:
     (key,) = keys

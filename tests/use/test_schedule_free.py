@@ -221,9 +221,7 @@ def test_a_rollback_goes_on_as_if_the_bad_steps_had_not_been(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", SCHEDULES.built_in)
-def test_F198_each_schedule_is_accepted_and_one_that_falls_is_said(
-    tmp_path: Path, name: str
-) -> None:
+def test_F198_each_schedule_is_accepted_and_one_that_falls_warns(tmp_path: Path, name: str) -> None:
     own = {"optimizer.name": "schedule_free_adamw", "schedule.name": name}
     job = load_job(write_job(tmp_path), own)
     found = schedule_warnings(job.config.optimizer, job.config.schedule)
@@ -232,7 +230,7 @@ def test_F198_each_schedule_is_accepted_and_one_that_falls_is_said(
     assert schedule_warnings(other.optimizer, other.schedule) == []
 
 
-def test_F198_a_run_with_a_schedule_that_falls_says_so_once(
+def test_F198_a_run_with_a_schedule_that_falls_warns_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = {**SHORT, "schedule.name": "cosine", "train.steps": 4, "metrics.console": "plain"}

@@ -91,7 +91,7 @@ def test_loads_of_experts_and_shares_of_sources(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_job_without_gradients_of_micro_batches_is_refused(
+def test_a_job_without_gradients_of_micro_batches_is_rejected(
     tmp_path: Path, keys: dict[str, Any], named: str
 ) -> None:
     with rejects("metrics.gradients_every_steps", 2, "layout", ConfigError, where=named):
@@ -101,7 +101,7 @@ def test_a_job_without_gradients_of_micro_batches_is_refused(
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.distributed
-def test_ranks_without_gradients_of_micro_batches_are_refused(tmp_path: Path) -> None:
+def test_ranks_without_gradients_of_micro_batches_are_rejected(tmp_path: Path) -> None:
     keys = {key.replace(".", "__"): value for key, value in KEYS.items()}
     cases = {
         "pp 2": ("", "pp"),
@@ -154,7 +154,7 @@ def test_numbers_of_the_last_stage_reach_the_writer_without_a_receive(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.distributed
-def test_device_hours_count_the_ranks_of_each_life(tmp_path: Path) -> None:
+def test_device_hours_count_the_ranks_of_each_attempt(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     keys = {"train.steps": 2, "sample.max_new_tokens": 0, "eval.every_steps": 0}
     fit_alone(job, **keys)

@@ -132,7 +132,7 @@ def test_a_step_is_the_same_bits(tmp_path: Path, extra: str, overrides: dict[str
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_a_step_behind_rollbacks_leaves_out_what_they_left_out(tmp_path: Path) -> None:
+def test_a_step_after_rollbacks_leaves_out_what_they_left_out(tmp_path: Path) -> None:
     """Back to step 6 and again to step 6, whose checkpoint is gone."""
     rollbacks = "tests.resume.test_rollback"
     options = {
@@ -202,7 +202,7 @@ def test_a_run_from_hugging_face_is_replayed_from_its_first_step(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_keys_that_a_later_life_changed_are_named(tmp_path: Path) -> None:
+def test_keys_that_a_later_attempt_changed_are_named(tmp_path: Path) -> None:
     options = {"metrics.console": "off", "checkpoint.keep_last": 9, "schedule.name": "constant"}
     job, run = make_job(tmp_path), tmp_path / "run"
     for steps, lr in ((6, 1e-2), (9, 3e-3), (12, 1e-3)):
@@ -282,7 +282,7 @@ def test_a_debugger_and_a_hook_on_the_command_line(tmp_path: Path) -> None:
     assert err.startswith("forge-train: ") and err.endswith(" step 5\n")  # noqa: PT018
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_invalid_arguments_are_rejected(tmp_path: Path) -> None:
     fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
     run = tmp_path / "run"
     replayed = ["replay", str(run), "--step", "4"]

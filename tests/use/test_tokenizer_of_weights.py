@@ -60,7 +60,7 @@ def build(folder: Path, data: dict[str, Any], **more: Any) -> Trainer:
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_other_tokenizers_are_refused_and_the_same_one_is_not(tmp_path: Path, places: Any) -> None:
+def test_other_tokenizers_are_rejected_and_the_same_one_is_not(tmp_path: Path, places: Any) -> None:
     root, same, other = places
     hf = {"init__from": str(root / "hf")}
     for data, made in ((other, str(root / "other/tokens/tokenizer.json")), ({}, "bytes")):

@@ -1,4 +1,4 @@
-"""Jobs on files that a test writes: pictures of several shapes, images as tokens, folders of transformers."""
+"""Jobs on files that a test writes: images of several shapes, images as tokens, folders of transformers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,36 @@ import torch
 
 from forge_testing.vlm_jobs import CLIP, write_vlm_job
 
-# ---- pictures of several shapes
+#: The end of each job here.
+_SETTINGS = """
+[optimizer]
+lr = 1e-2
+eps = 1e-4
+[schedule]
+name = "constant"
+[parallel]
+device = "cpu"
+precision = "fp32"
+[eval]
+every_steps = 0
+[metrics]
+every_steps = 1
+console = "off"
+[sample]
+max_new_tokens = 0
+"""
 
-#: Widths and heights of pictures; the budget keeps their aspect in 2 to 18 patches.
+# ---- images of several shapes
+
+#: Widths and heights of images; the budget keeps their aspect in 2 to 18 patches.
 SIZES = [(8, 8), (24, 12), (8, 40), (16, 8), (30, 30)]
-COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (40, 60, 240)}
+COLORS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (40, 60, 240)}
 _BUDGET = {"multiple": 4, "min_pixels": 32, "max_pixels": 288}
 STRIP_OPTIONS: dict[str, Any] = {
     "resolution": {"name": "budget", "budget": _BUDGET},
     **{"patch_size": 4, "merge": 1, "patch_time": 1, "template": "plain"},
 }
-#: Keys of a job on strips beside its source.
+#: Keys of a job on strips next to its source.
 STRIP_KEYS: dict[str, Any] = {
     **{"data.seq_len": 48, "model.max_seq_len": 48, "eval.every_steps": 0},
     "model.modalities.image.first_id": 257,
@@ -29,23 +48,23 @@ STRIP_KEYS: dict[str, Any] = {
 
 
 def packed_job(folder: Path, extra: str = "") -> Path:
-    """The job of coloured squares with the encoder of images of any sizes."""
+    """The job of colored squares with the encoder of images of any sizes."""
     job = write_vlm_job(folder, extra)
     job.write_text(job.read_text().replace('name = "vit"', 'name = "packed_vit"'))
     return job
 
 
 def write_strips(folder: Path) -> Path:
-    """40 pictures of a colour, which is the answer; every fourth conversation has none, every fifth two."""
+    """40 images of a color, which is the answer; every fourth conversation has none, every fifth two."""
     from PIL import Image
 
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for i in range(40):
-        name, colour = list(COLOURS.items())[i % 3]
+        name, color = list(COLORS.items())[i % 3]
         parts: list[dict[str, Any]] = [{"type": "text", "text": "?"}]
         for j in range(0 if i % 4 == 3 else 2 if i % 5 == 0 else 1):
-            Image.new("RGB", SIZES[(i + j) % 5], colour).save(folder / f"{i}-{j}.png")
+            Image.new("RGB", SIZES[(i + j) % 5], color).save(folder / f"{i}-{j}.png")
             parts.append({"type": "image", "image": f"{i}-{j}.png"})
         answer = name if len(parts) > 1 else "none"
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
@@ -83,34 +102,19 @@ eos_id = 3
 [train]
 steps = 4
 global_batch = 4
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 0
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
 """
 
 
-def pictures_of_classes() -> np.ndarray:
+def classes_of_images() -> np.ndarray:
     """(8, 4) ids of image tokens."""
     return np.random.default_rng(4).integers(FIRST, FIRST + NUMBER, (8, 4))
 
 
 def write_ids(folder: Path) -> Path:
     """Documents [class, BEGIN, four image tokens of the class, END]; eight classes."""
-    pictures = pictures_of_classes()
+    images = classes_of_images()
     kinds = np.random.default_rng(0).integers(8, size=800)
-    ids = [np.array([4 + kind, BEGIN, *pictures[kind], END, EOS]) for kind in kinds]
+    ids = [np.array([4 + kind, BEGIN, *images[kind], END, EOS]) for kind in kinds]
     np.save(folder / "ids.npy", np.concatenate(ids).astype("<u2"))
     return folder / "ids.npy"
 
@@ -119,21 +123,21 @@ def ids_job(folder: Path, ids: Path) -> Path:
     """`folder/job.toml` on the file of `write_ids`, without an encoder."""
     folder.mkdir(parents=True, exist_ok=True)
     text = _IDS_JOB.replace("RUN", str(folder / "run")).replace("IDS", str(ids))
-    (folder / "job.toml").write_text(text)
+    (folder / "job.toml").write_text(text + _SETTINGS)
     return folder / "job.toml"
 
 
 # ---- folders of transformers
 
 
-def save_clip(folder: Path, whole: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
-    """A CLIP with random parameters, its encoder alone or the whole model; the encoder's tensors."""
+def save_clip(folder: Path, full: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
+    """A CLIP with random parameters, only its encoder or the full model; the encoder's tensors."""
     import transformers
 
     torch.manual_seed(7)
     transformers.utils.logging.disable_progress_bar()
     keys = {k: v for k, v in (CLIP | changes).items() if k != "model_type"}
-    if whole:
+    if full:
         text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
         text |= {"num_attention_heads": 2, "vocab_size": 50}
         config = transformers.CLIPConfig(vision_config=keys, text_config=text)
@@ -167,26 +171,11 @@ resolution = { name = "budget", budget = { multiple = 8, min_pixels = 64, max_pi
 [train]
 steps = 6
 global_batch = 4
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 0
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
 """
 
 
 def write_qwen3_vl(folder: Path) -> Any:
-    """A Qwen3-VL of transformers at `folder/hf`, which is returned, and conversations with pictures for it."""
+    """A Qwen3-VL of transformers at `folder/hf`, which is returned, and conversations with images for it."""
     from tests.vlm.qwen3_vl_folder import save, write_talks
 
     write_talks(folder / "data/talks.jsonl")
@@ -198,7 +187,7 @@ def qwen3_vl_job(folder: Path, files: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     text = _QWEN_JOB.replace("RUN", str(folder / "run")).replace("HF", str(files / "hf"))
     path = folder / "job.toml"
-    path.write_text(text.replace("TALKS", str(files / "data/talks.jsonl")))
+    path.write_text(text.replace("TALKS", str(files / "data/talks.jsonl")) + _SETTINGS)
     return path
 
 

@@ -89,7 +89,7 @@ def job(folder: Path, run: str = "run", steps: int = 2, more: str = "") -> Path:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("swin_norm", [False, True])
-def test_it_comes_in_trains_and_goes_out_with_its_tokeniser_of_images(
+def test_it_is_imported_trained_and_exported_with_its_image_tokenizer(
     tmp_path: Path, swin_norm: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = save(tmp_path / "hf", swin_norm)
@@ -113,7 +113,7 @@ def test_it_comes_in_trains_and_goes_out_with_its_tokeniser_of_images(
 
 
 @pytest.mark.slow
-def test_a_fork_goes_out_too_and_a_run_of_its_own_has_no_tokeniser(tmp_path: Path) -> None:
+def test_a_fork_is_exported_too_and_a_new_run_has_no_tokenizer(tmp_path: Path) -> None:
     theirs = save(tmp_path / "hf", False)
     begun = f'[init]\nfrom = "{tmp_path / "hf"}"'
     fit_alone(job(tmp_path, "first", 1, begun))

@@ -110,7 +110,7 @@ def test_a_stopped_reader_goes_on_with_the_same_rows(tmp_path: Path) -> None:
     assert ids == set(range(64))
 
 
-def test_another_template_is_refused_at_a_resume(tmp_path: Path) -> None:
+def test_another_template_is_rejected_at_a_resume(tmp_path: Path) -> None:
     path = talks(tmp_path)
     loader = Loader(stream_of(path), 8)
     next(loader)
@@ -157,7 +157,7 @@ def test_a_model_learns_from_batches_of_the_loader(tmp_path: Path) -> None:
 
 
 @pytest.mark.lane("quick")
-def test_pictures_stay_with_their_rows_in_a_mixture(tmp_path: Path) -> None:
+def test_images_stay_with_their_sequences_in_a_mixture(tmp_path: Path) -> None:
     """Of two sources in shares: each row is one of its own source, with its pictures."""
     (tmp_path / "a").mkdir()
     paths = {"a": talks(tmp_path / "a"), "b": talks(tmp_path)}
@@ -169,7 +169,7 @@ def test_pictures_stay_with_their_rows_in_a_mixture(tmp_path: Path) -> None:
     assert all(rows[tuple(tokens)] == pixels for _, tokens, pixels in found)
 
 
-def test_options_that_a_source_does_not_have_are_refused(tmp_path: Path) -> None:
+def test_options_that_a_source_does_not_have_are_rejected(tmp_path: Path) -> None:
     with rejects("size", 3, "unknown_key"):
         stream_of(talks(tmp_path), size=3)
 
@@ -226,7 +226,7 @@ def test_a_job_of_trees_trains_as_one_of_separate_rows(tmp_path: Path) -> None:
     assert seen[0] == pytest.approx(seen[1], rel=1e-5)
 
 
-def test_branches_for_a_model_of_text_are_refused(tmp_path: Path) -> None:
+def test_branches_for_a_model_of_text_are_rejected(tmp_path: Path) -> None:
     keys = {k: v for k, v in tree_keys(tmp_path).items() if k != "model.bidirectional"}
     job = write_vlm_job(tmp_path)
     text = job.read_text().replace('name = "vlm"', 'name = "transformer"')
@@ -237,7 +237,7 @@ def test_branches_for_a_model_of_text_are_refused(tmp_path: Path) -> None:
         fit_alone(job, **keys)
 
 
-def test_pictures_that_see_ahead_are_refused_over_cp_before_anything_starts(tmp_path: Path) -> None:
+def test_bidirectional_images_are_rejected_over_cp_before_anything_starts(tmp_path: Path) -> None:
     config = load_job(
         write_vlm_job(tmp_path), {"model.bidirectional": "image", "parallel.cp": 2}
     ).config

@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.vlm.file_jobs import BEGIN, END, FIRST, NUMBER, classes_of_images, ids_job, write_ids
 
 from forge_core import SamplingConfig, generate
 from forge_testing import forge_train
@@ -17,68 +17,11 @@ from forge_train import Trainer, load_job, read_run
 
 pytestmark = pytest.mark.lane("test")
 
-FIRST, NUMBER, BEGIN, END, EOS = 16, 16, 1, 2, 3
-JOB = """
-[run]
-dir = "{folder}/run"
-[model]
-name = "vlm"
-vocab_size = 32
-dim = 32
-num_layers = 2
-num_heads = 2
-max_seq_len = 32
-[model.vision]
-name = "none"
-[model.modalities.image]
-first_id = 16
-num_ids = 16
-discrete = true
-[data]
-seq_len = 32
-[data.sources.drawings]
-name = "npy"
-path = "{folder}/ids.npy"
-[data.sources.drawings.npy]
-eos_id = 3
-[train]
-steps = 4
-global_batch = 4
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 0
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
-"""
 FUSIONS = ("joint_decoder", "mixture_of_transformers", "moma")
 
 
 def write_job(folder: Path) -> Path:
-    """Documents [class, BEGIN, four image tokens of the class, END]; eight classes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    pictures = pictures_of_classes()
-    rng = np.random.default_rng(0)
-    ids = [
-        np.array([4 + kind, BEGIN, *pictures[kind], END, EOS]) for kind in rng.integers(8, size=800)
-    ]
-    np.save(folder / "ids.npy", np.concatenate(ids).astype("<u2"))
-    (folder / "job.toml").write_text(JOB.format(folder=folder))
-    return folder / "job.toml"
-
-
-def pictures_of_classes() -> np.ndarray:
-    """(8, 4) ids of image tokens."""
-    return np.random.default_rng(4).integers(FIRST, FIRST + NUMBER, (8, 4))
+    return ids_job(folder, write_ids(folder))
 
 
 def by_hand(job: Path, keys: dict[str, Any], steps: int) -> dict[str, float]:
@@ -120,8 +63,7 @@ def test_a_trained_run_draws_what_it_is_asked_for(tmp_path: Path, fusion: str) -
     model.load_state_dict({n: saved[f"model.{n}"] for n in model.state_dict()})
     asked = torch.tensor([[4 + kind, BEGIN] for kind in range(8)])
     drawn = generate(model, asked, 5, SamplingConfig(temperature=0.0))
-    pictures = torch.from_numpy(pictures_of_classes())
-    assert torch.equal(drawn[:, :4], pictures)
+    assert torch.equal(drawn[:, :4], torch.from_numpy(classes_of_images()))
     assert (drawn[:, 4] == END).all()
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vlm.qwen3_vl_folder import IDS, save, write_talks
+from tests.vlm.file_jobs import OF_QWEN, OF_TRANSFORMERS, qwen3_vl_job, write_qwen3_vl
+from tests.vlm.qwen3_vl_folder import IDS, save
 from tests.vlm.test_hugging_face import JOB as LLAVA_JOB
 from tests.vlm.test_hugging_face import LLAVA, logits, opened
 from tests.vlm.test_hugging_face import save as save_llava
@@ -36,75 +37,23 @@ from forge_vlm import ModalityConfig
 pytestmark = pytest.mark.lane("test")
 
 pytest.importorskip("transformers")
-QWEN_JOB = """
-[run]
-dir = "RUN"
-[init]
-from = "HF"
-[data]
-seq_len = 128
-[data.sources.talks]
-name = "forge_vlm.data:open_source"
-path = "TALKS"
-[data.sources.talks.options]
-template = "tokenizer"
-tokenizer = "HF"
-image = "<|image_pad|>"
-positions = "mrope"
-patch_size = 4
-resolution = { name = "budget", budget = { multiple = 8, min_pixels = 64, max_pixels = 1024 } }
-[train]
-steps = 6
-global_batch = 4
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 0
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
-"""
 LORA = {
     "lora.rank": 4,
     "lora.base_dtype": "fp32",
     "checkpoint.every_steps": 1,
     "checkpoint.keep_last": 9,
 }
-OF_TRANSFORMERS = [
-    "layers.*.mixer.*_proj",
-    "vision.model.encoder.*.q_proj",
-    "vision.model.encoder.*.v_proj",
-    "vision.model.encoder.*.fc?",
-]
-OF_QWEN = ["layers.*.mixer.*_proj", "vision.model.*.qkv", "vision.model.*.linear_fc?"]
 PATTERNS = {"clip": OF_TRANSFORMERS, "siglip": OF_TRANSFORMERS, "qwen3_vl": OF_QWEN}
 #: Linear layers of the encoder that get an adapter: of two blocks, or of three with their mergers.
 COUNTS = {"clip": 2 * 4, "siglip": 2 * 4, "qwen3_vl": 3 * 3 + 3 * 2}
-
-
-def qwen_job(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    save(folder / "hf")
-    write_talks(folder / "data/talks.jsonl")
-    text = QWEN_JOB.replace("RUN", str(folder / "run")).replace("HF", str(folder / "hf"))
-    path = folder / "job.toml"
-    path.write_text(text.replace("TALKS", str(folder / "data/talks.jsonl")))
-    return path
 
 
 def job_of(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     """A job, and its keys."""
     keys = {**LORA, "lora.patterns": PATTERNS[name]}
     if name == "qwen3_vl":
-        return qwen_job(folder), keys
+        write_qwen3_vl(folder)
+        return qwen3_vl_job(folder, folder), keys
     model = {
         "model.vision.transformers": {**CLIP, "model_type": f"{name}_vision_model"},
         "model.vision.select_layer": [-1],  # below it adapters would learn nothing
@@ -115,7 +64,7 @@ def job_of(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", PATTERNS)
-def test_an_encoder_is_tuned_by_adapters_alone(tmp_path: Path, name: str) -> None:
+def test_an_encoder_is_tuned_by_only_adapters(tmp_path: Path, name: str) -> None:
     alone, keys = job_of(name, tmp_path / "alone")
     many, _ = job_of(name, tmp_path / "many")
     wanted = fit_alone(alone, **keys)
@@ -166,7 +115,7 @@ def test_the_base_is_that_of_the_folder(tmp_path: Path) -> None:
             assert torch.equal(ours, value), name
 
 
-def test_what_is_no_linear_layer_is_refused(tmp_path: Path) -> None:
+def test_modules_that_are_no_linear_layer_are_rejected(tmp_path: Path) -> None:
     job, keys = job_of("qwen3_vl", tmp_path)
     for pattern, code in (
         ("vision.model.patch_embed.*", "type"),
@@ -237,7 +186,7 @@ def test_adapters_of_a_llava_go_to_peft(tmp_path: Path) -> None:
     assert (before - wanted).abs().max() > 1e-3
 
 
-def test_a_family_whose_modules_are_unknown_is_refused() -> None:
+def test_a_family_whose_modules_are_unknown_is_rejected() -> None:
     section = VLMModelConfig(vocab_size=8, modalities={"image": ModalityConfig(first_id=3)})
     with rejects("--family", "smolvlm", "adapter", ConfigError):
         modules_of(section, "smolvlm")

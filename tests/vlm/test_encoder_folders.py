@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.vlm.file_jobs import save_clip
 
-from forge_testing.pictures import SIDE
 from forge_testing.problems import rejects
 from forge_testing.runs import assert_same_bits, fit_alone, make_job, saved_tensors
+from forge_testing.squares import SIDE
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, write_vlm_job
 from forge_train import ConfigError, read_run
 
@@ -24,25 +25,6 @@ KEYS: dict[str, Any] = {
     "train.steps": 2,
     "optimizer.groups": {"encoder": {"patterns": ["vision.*"], "lr_multiplier": 0.0}},
 }
-
-
-def save(folder: Path, whole: bool = False, **changes: Any) -> dict[str, torch.Tensor]:
-    """A CLIP with random parameters, its encoder alone or the whole model; the encoder's tensors."""
-    torch.manual_seed(7)
-    transformers.utils.logging.disable_progress_bar()
-    keys = {k: v for k, v in (CLIP | changes).items() if k != "model_type"}
-    if whole:
-        text = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
-        text |= {"num_attention_heads": 2, "vocab_size": 50}
-        config = transformers.CLIPConfig(vision_config=keys, text_config=text)
-        model = transformers.CLIPModel(config)
-        own = model.vision_model
-    else:
-        own = model = transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**keys))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0, 0.1)
-    model.save_pretrained(folder)
-    return {f"model.vision.model.{n}": t.clone() for n, t in own.state_dict().items()}
 
 
 def assert_encoder(run: Path, wanted: dict[str, torch.Tensor]) -> None:
@@ -59,7 +41,7 @@ def assert_encoder(run: Path, wanted: dict[str, torch.Tensor]) -> None:
 def test_the_encoder_begins_as_in_its_folder(
     tmp_path: Path, whole: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = save(tmp_path / "clip", whole)
+    wanted = save_clip(tmp_path / "clip", whole)
     job = write_vlm_job(tmp_path)
     keys = KEYS | {"init.encoder": str(tmp_path / "clip"), "metrics.console": "plain"}
     fit_alone(job, **keys)
@@ -76,9 +58,9 @@ def test_the_encoder_begins_as_in_its_folder(
 
 
 @pytest.mark.slow
-def test_beside_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
+def test_next_to_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
     """Both sources reach the run once: a resume goes on with its own weights."""
-    wanted = save(tmp_path / "clip")
+    wanted = save_clip(tmp_path / "clip")
     text = make_job(tmp_path / "text")
     sizes = {"model.dim": 16, "model.num_layers": 2, "model.num_heads": 2, "model.init_std": 0.2}
     small = {"model.vocab_size": 288, "data.seq_len": 8, "model.max_seq_len": 16}
@@ -104,15 +86,15 @@ def test_beside_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.lane("quick")
-def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_a_folder_of_another_encoder_is_rejected_with_the_difference(tmp_path: Path) -> None:
     def check(folder: str, key: str, value: Any, code: str, keys: Any = ()) -> None:
         given = KEYS | {"init.encoder": str(tmp_path / folder)} | dict(keys)
         with rejects(key, value, code, ConfigError):
             fit_alone(write_vlm_job(tmp_path / "job"), **given)
 
-    save(tmp_path / "quick", hidden_act="gelu")
+    save_clip(tmp_path / "quick", hidden_act="gelu")
     check("quick", "model.vision.transformers.hidden_act", "quick_gelu", "differs")
-    save(tmp_path / "clip")
+    save_clip(tmp_path / "clip")
     (tmp_path / "clip/preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5] * 3}))
     check("clip", "model.vision.mean", [0.48145466, 0.4578275, 0.40821073], "processor")
     config = json.loads((tmp_path / "quick/config.json").read_text())
@@ -128,18 +110,18 @@ def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path
     assert CLIP["image_size"] == SIDE
 
 
-def test_tensors_of_another_shape_are_refused_with_both(tmp_path: Path) -> None:
+def test_tensors_of_another_shape_are_rejected_with_both(tmp_path: Path) -> None:
     """Of a folder whose config does not describe its tensors."""
-    save(tmp_path / "clip", intermediate_size=32)
+    save_clip(tmp_path / "clip", intermediate_size=32)
     config = json.loads((tmp_path / "clip/config.json").read_text())
     (tmp_path / "clip/config.json").write_text(json.dumps({**config, "intermediate_size": 24}))
     with rejects("encoder.layers.0.mlp.fc1.weight", (32, 16), "shape", ConfigError):
         fit_alone(write_vlm_job(tmp_path), **KEYS | {"init.encoder": str(tmp_path / "clip")})
 
 
-def test_older_files_have_keys_that_say_nothing(tmp_path: Path) -> None:
+def test_older_files_have_keys_without_a_meaning(tmp_path: Path) -> None:
     """Those of CLIP have every key of the library's first configs, and the width of a head that is not used."""
-    wanted = save(tmp_path / "clip")
+    wanted = save_clip(tmp_path / "clip")
     config = json.loads((tmp_path / "clip/config.json").read_text())
     older = {"add_cross_attention": False, "num_beams": 1, "pruned_heads": {}, "dropout": 0.0}
     older |= {"projection_dim": 768, "initializer_factor": 2.0, "transformers_version": "4.21.3"}
@@ -152,7 +134,7 @@ def test_older_files_have_keys_that_say_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_a_run_with_an_encoder_of_its_own_gives_the_rest(tmp_path: Path) -> None:
-    wanted = save(tmp_path / "clip")
+    wanted = save_clip(tmp_path / "clip")
     fit_alone(write_vlm_job(tmp_path / "first"), **KEYS)
     begun = {"init.from": str(tmp_path / "first/run"), "init.encoder": str(tmp_path / "clip")}
     with pytest.raises(ConfigError, match=r"init\.encoder") as caught:

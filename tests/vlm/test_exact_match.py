@@ -90,7 +90,7 @@ def by_hand(run: Path) -> float:
 
 
 @pytest.mark.slow
-def test_the_share_is_that_of_one_forward_a_token(tmp_path: Path) -> None:
+def test_the_fraction_is_that_of_one_forward_a_token(tmp_path: Path) -> None:
     job = write_vlm_job(tmp_path)
     settings = keys(tmp_path) | {"train.steps": 12, "eval.every_steps": 4, "optimizer.lr": 2e-2}
     fit_alone(job, **settings)
@@ -101,7 +101,7 @@ def test_the_share_is_that_of_one_forward_a_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_asks_has_the_bits_of_one_that_does_not(tmp_path: Path) -> None:
+def test_a_run_with_questions_has_the_bits_of_one_without(tmp_path: Path) -> None:
     weights = []
     for name, every in (("asks", 1), ("never", 0)):
         settings = keys(tmp_path) | {"eval.every_steps": every, "run.dir": str(tmp_path / name)}
@@ -133,11 +133,11 @@ def test_ranks_answer_each_question_once(tmp_path: Path, world: int) -> None:
         ({ASK + "max_new_tokens": 30}, "max_new_tokens", "range"),
         ({ASK + "samples": 0}, "samples", "range"),
         ({ASK + "path": None, ASK + "rows": 8, ASK + "samples": 3}, "samples", "requires"),
-        ({"data.sources.squares.name": "forge_testing.pictures:Squares",
+        ({"data.sources.squares.name": "forge_testing.squares:Squares",
           "data.sources.squares.options": {}, "model.modalities.image.first_id": 2}, "path", "requires"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_is_refused(
+def test_impossible_questions_are_rejected(
     tmp_path: Path, more: dict[str, Any], key: str, code: str
 ) -> None:
     settings = {k: v for k, v in (keys(tmp_path) | more).items() if v is not None}
@@ -145,7 +145,7 @@ def test_what_cannot_be_asked_is_refused(
         Trainer(load_job(write_vlm_job(tmp_path), settings))
 
 
-def test_questions_without_answers_and_cut_layouts_are_refused(tmp_path: Path) -> None:
+def test_questions_without_answers_and_sharded_layouts_are_rejected(tmp_path: Path) -> None:
     job, settings = write_vlm_job(tmp_path), keys(tmp_path)
     asks = {ASK + "path": str(colours(tmp_path / "asks", answer=False))}
     with rejects(ASK + "path", code="answer", kind=ConfigError):

@@ -61,7 +61,7 @@ def test_a_file_of_conversations_is_answered_in_any_rows(
 
 
 @pytest.mark.lane("quick")
-def test_one_question_of_two_pictures(
+def test_one_question_of_two_images(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = colours(tmp_path / "asks", 7, answer=False)
@@ -72,7 +72,7 @@ def test_one_question_of_two_pictures(
     assert capsys.readouterr().out == wanted + "\n"  # the template plain leaves the question out
 
 
-def test_the_encoder_runs_once_for_the_pictures_of_a_batch(run: Path, tmp_path: Path) -> None:
+def test_the_encoder_runs_once_for_the_images_of_a_batch(run: Path, tmp_path: Path) -> None:
     model, prompts = load_with_images(run)
     asked = prompts.read(colours(tmp_path / "asks", 7))
     seen: list[int] = []
@@ -131,7 +131,7 @@ def test_a_folder_of_llava_answers_as_transformers(
         ({"image": (Path("missing.png"),), "batch_size": 0}, "--batch_size", "range"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(
+def test_unanswerable_questions_are_rejected(
     run: Path, tmp_path: Path, keywords: dict[str, Any], key: str, code: str
 ) -> None:
     if "prompts" in keywords:

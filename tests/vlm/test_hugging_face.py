@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from forge_testing.pictures import IMAGE, SIDE
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_on_ranks
+from forge_testing.squares import IMAGE, SIDE
 from forge_testing.vlm_jobs import CLIP, VLM_JOB
 from forge_train import ConfigError, Trainer, load_job
 from forge_train.hf.exporting import export_run
@@ -137,7 +137,7 @@ def test_files_of_transformers_4_and_of_a_processor_are_read(tmp_path: Path) -> 
     opened(tmp_path / "out")
 
 
-def test_what_no_family_holds_is_said(tmp_path: Path) -> None:
+def test_models_of_no_family_are_reported(tmp_path: Path) -> None:
     save(tmp_path / "hf", LLAVA)
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
     with rejects("model.adapter.name", "mlp", "family", ConfigError):

@@ -46,7 +46,7 @@ def test_a_model_learns_both_modalities_at_the_flops_of_the_dense_one(name: str)
         assert losses[-1] < 0.95 * losses[0]
 
 
-def test_the_share_of_work_is_that_of_the_first_mean_as_low() -> None:
+def test_the_fraction_of_work_is_that_of_the_first_mean_as_low() -> None:
     def row(steps: int, flops: int, *losses: float) -> dict[str, Any]:
         return {"flops_per_token": flops, "steps": steps, "loss.text": list(losses)}
 

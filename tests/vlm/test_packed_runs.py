@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.vlm.file_jobs import STRIP_KEYS, STRIP_OPTIONS, packed_job, write_strips
 
 from forge_testing.problems import rejects
 from forge_testing.processes import forge_train
@@ -25,9 +26,6 @@ from forge_train import ConfigError, Trainer, load_job
 pytestmark = pytest.mark.lane("test")
 
 pytest.importorskip("PIL")
-#: Widths and heights of pictures; the budget keeps their aspect in 2 to 18 patches.
-SIZES = [(8, 8), (24, 12), (8, 40), (16, 8), (30, 30)]
-COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (40, 60, 240)}
 FROZEN = """
 [optimizer.groups.vision]
 patterns = ["vision.*"]
@@ -37,41 +35,15 @@ SKIP = {"too_long": "skip"}
 EIGHT = {"multiple": 8, "min_pixels": 64, "max_pixels": 288}
 
 
-def packed_job(folder: Path, extra: str = "") -> Path:
-    """The job of coloured squares with the encoder of images of any sizes."""
-    job = write_vlm_job(folder, extra)
-    job.write_text(job.read_text().replace('name = "vit"', 'name = "packed_vit"'))
-    return job
-
-
 def strips(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Keys of a job on 40 pictures of a colour, which is the answer; every fourth conversation has none, every fifth two."""
-    from PIL import Image
-
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for i in range(40):
-        name, colour = list(COLOURS.items())[i % 3]
-        parts: list[dict[str, Any]] = [{"type": "text", "text": "?"}]
-        for j in range(0 if i % 4 == 3 else 2 if i % 5 == 0 else 1):
-            Image.new("RGB", SIZES[(i + j) % 5], colour).save(folder / f"{i}-{j}.png")
-            parts.append({"type": "image", "image": f"{i}-{j}.png"})
-        answer = name if len(parts) > 1 else "none"
-        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": messages}))
-    (folder / "strips.jsonl").write_text("\n".join(lines))
-    budget = {"multiple": 4, "min_pixels": 32, "max_pixels": 288}
-    patches = {"patch_size": 4, "merge": 1, "patch_time": 1, "template": "plain"}
-    resolution = {"name": "budget", "budget": budget}
-    source = {"name": "forge_vlm.data:open_source", "path": str(folder / "strips.jsonl")}
-    given = {**source, "options": {"resolution": resolution, **patches, **(options or {})}}
-    keys: dict[str, Any] = {f"data.sources.squares.{k}": v for k, v in given.items()}
-    keys |= {"data.seq_len": 48, "model.max_seq_len": 48, "eval.every_steps": 0}
-    return keys | {"model.modalities.image.first_id": 257}
+    """Keys of a job on `write_strips`."""
+    source = {"name": "forge_vlm.data:open_source", "path": str(write_strips(folder))}
+    given = {**source, "options": {**STRIP_OPTIONS, **(options or {})}}
+    return {f"data.sources.squares.{k}": v for k, v in given.items()} | STRIP_KEYS
 
 
 @pytest.mark.slow
-def test_the_answer_is_learnt_from_pictures_of_any_shape(tmp_path: Path) -> None:
+def test_the_answer_is_learned_from_images_of_any_shape(tmp_path: Path) -> None:
     job = packed_job(tmp_path)
     fit_alone(job, **strips(tmp_path), **{"train.steps": 40})
     losses = columns(job)["loss"]
@@ -118,16 +90,14 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, world: int) -> None:
     ],
     ids=["patch_size", "patch_time", "merge"],
 )
-def test_patches_that_are_not_the_encoders_are_refused(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_patches_of_another_encoder_are_rejected(tmp_path: Path, options: dict[str, Any]) -> None:
     key = f"data.sources.squares.options.{next(iter(options))}"
     with rejects(key, 2, "encoder", ConfigError):
         Trainer(load_job(packed_job(tmp_path), strips(tmp_path, options)))
     assert not (tmp_path / "run").exists()
 
 
-def test_pictures_of_one_size_are_refused(tmp_path: Path) -> None:
+def test_images_of_one_size_are_rejected(tmp_path: Path) -> None:
     """A source of `images` for an encoder of `patches`."""
     with rejects("model.name", ..., "extras", ConfigError):
         Trainer(load_job(packed_job(tmp_path)))

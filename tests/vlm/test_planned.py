@@ -95,7 +95,7 @@ def test_activations_are_what_a_real_forward_keeps(fusion: str, frozen: bool) ->
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("fusion", FUSIONS)
-def test_under_tp_and_cp_the_encoder_is_whole_on_each_rank(fusion: str) -> None:
+def test_under_tp_and_cp_the_encoder_is_unsharded_on_each_rank(fusion: str) -> None:
     profile = Profile(build_model(section(fusion), 0), S)
     alone, many, cut = (trace(profile, tp=tp, cp=cp).first for tp, cp in ((1, 1), (2, 1), (1, 2)))
     assert many.saved > 0.9 * alone.saved
@@ -103,7 +103,7 @@ def test_under_tp_and_cp_the_encoder_is_whole_on_each_rank(fusion: str) -> None:
     assert not cut.sent["cp"], "an encoder attends inside images"
 
 
-def test_towers_see_whole_tokens_on_every_rank_of_tp() -> None:
+def test_towers_get_full_tokens_on_every_rank_of_tp() -> None:
     """Their weights are whole there, and so are the activations inside."""
     profile = Profile(build_model(section("mixture_of_transformers"), 0), S)
     alone, many = (trace(profile, tp=tp).kinds[0].saved for tp in (1, 2))
@@ -143,7 +143,7 @@ def test_encoders_of_transformers_are_traced(kind: str) -> None:
 
 
 @pytest.mark.lane("test")
-def test_an_encoder_that_reads_values_is_refused() -> None:
+def test_an_encoder_that_reads_values_is_rejected() -> None:
     pytest.importorskip("transformers")
     keys = {**QWEN3_VL, "depth": 1, "deepstack_visual_indexes": [0]}
     vision = VisionConfig("transformers", transformers=keys)
@@ -198,7 +198,7 @@ def test_the_command_plans_what_the_runner_runs(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_experts_that_choose_among_whole_rows_are_refused(
+def test_expert_choice_over_full_sequences_is_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = vlm_jobs.write_vlm_job(tmp_path)

@@ -20,7 +20,6 @@ from PIL import Image
 from forge_data import SourceConfig, open_stream
 from forge_testing import forge_train, start, wait_for_step
 from forge_testing.faults import signal_rank
-from forge_testing.pictures import Squares
 from forge_testing.problems import ANY, rejects
 from forge_testing.runs import (
     assert_same_bits,
@@ -30,6 +29,7 @@ from forge_testing.runs import (
     fit_on_ranks,
     saved_tensors,
 )
+from forge_testing.squares import Squares
 from forge_testing.vlm_jobs import CLIP, flags, write_vlm_job
 from forge_train import Callback, ConfigError, DataError
 from forge_train.build.evaluation import prompts_of
@@ -91,7 +91,7 @@ def job_of(folder: Path, path: Path, options: dict[str, Any] = OPTIONS) -> Path:
     size = rows.pop("resolution")["fixed"]["size"]
     source += f"resolution = {{ fixed = {{ size = {size} }} }}\n"
     source += "\n".join(f"{key} = {json.dumps(value)}" for key, value in rows.items())
-    text = text.replace('name = "forge_testing.pictures:Squares"', source)
+    text = text.replace('name = "forge_testing.squares:Squares"', source)
     for old, new in (
         ("seq_len = 8\n", "seq_len = 24\n"),
         ("max_seq_len = 16", "max_seq_len = 24"),
@@ -240,7 +240,7 @@ def test_a_streamed_run_of_two_ranks_is_killed_and_goes_on_with_the_same_rows(
     assert_same_rows(columns(job), columns(whole))
 
 
-def test_pictures_of_a_stream_belong_to_their_conversations(files: Path) -> None:
+def test_images_of_a_stream_belong_to_their_conversations(files: Path) -> None:
     """Each placeholder's number is that of the pictures, in a mixture with prepared files too."""
     config = SourceConfig("forge_vlm.data:open_source", str(files), options=STREAMED, split="train")
     found = open_stream(config, 24, seed=1).arrays(np.arange(48))
@@ -266,7 +266,7 @@ class Copies(Squares):
 @pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2])
-def test_labels_that_nobody_shifted_are_refused(tmp_path: Path, world: int) -> None:
+def test_labels_that_are_not_shifted_are_rejected(tmp_path: Path, world: int) -> None:
     job = write_vlm_job(tmp_path)
     keys = {"data.sources.squares.name": f"{__name__}:Copies"}
     if world == 1:
@@ -292,7 +292,7 @@ def test_labels_that_nobody_shifted_are_refused(tmp_path: Path, world: int) -> N
         ({"model.adapter.name": "average_pool"}, {}, "tokens_per_tile", 4, "tokens"),
     ],
 )
-def test_rows_that_are_not_those_of_the_model_are_refused_by_both_keys(
+def test_rows_that_are_not_those_of_the_model_are_rejected_by_both_keys(
     tmp_path: Path,
     files: Path,
     keys: dict[str, Any],
@@ -320,7 +320,7 @@ SMOLVLM = {**CLIP, "model_type": "smolvlm_vision", "num_hidden_layers": 1}
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("masks", [True, False])
-def test_a_damaged_picture_is_masked_in_the_encoder_and_the_batch_trains(
+def test_a_damaged_image_is_masked_in_the_encoder_and_the_batch_trains(
     tmp_path: Path, masks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = talks(tmp_path / "talks")
@@ -350,7 +350,7 @@ def test_a_damaged_picture_is_masked_in_the_encoder_and_the_batch_trains(
         assert not any(m is not None for m in seen)
 
 
-def test_a_damaged_picture_contributes_nothing(tmp_path: Path) -> None:
+def test_a_damaged_image_contributes_nothing(tmp_path: Path) -> None:
     """Whatever stands for it, loss and gradients are the same bits; those of other pictures are not."""
     path = talks(tmp_path, 12)
     (tmp_path / "1-0.png").write_bytes(b"damaged")

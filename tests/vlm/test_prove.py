@@ -92,7 +92,7 @@ def test_a_joint_decoder_is_green_in_every_layout_of_two_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_packed_pictures_of_several_shapes_are_green_in_every_layout_of_two_ranks() -> None:
+def test_packed_images_of_several_shapes_are_green_in_every_layout_of_two_ranks() -> None:
     results = prove(
         lambda: build("joint_decoder", "packed_vit"), media=shapes, vocab_size=VOCAB, worlds=[2]
     )

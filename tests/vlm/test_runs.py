@@ -12,7 +12,6 @@ import torch
 
 from forge_core import initialize
 from forge_data import Loader
-from forge_testing.pictures import Squares
 from forge_testing.problems import ANY, rejects
 from forge_testing.processes import forge_train
 from forge_testing.runs import (
@@ -22,6 +21,7 @@ from forge_testing.runs import (
     fit_on_ranks,
     saved_tensors,
 )
+from forge_testing.squares import Squares
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
 from forge_train import ConfigError, DataError, Trainer, load_job, load_trained
 from forge_train.report.summary import sample_text
@@ -45,13 +45,13 @@ CHOICE = {
 
 
 @pytest.mark.slow
-def test_the_answer_is_learnt_from_the_picture(tmp_path: Path) -> None:
+def test_the_answer_is_learned_from_the_image(tmp_path: Path) -> None:
     """Without squares the colours are even: the loss of answer and end stays above ln(4) / 2."""
     found = {}
     for seen in (True, False):
         job = write_vlm_job(tmp_path / str(seen))
         shown = {f"data.{of}.options": {"seen": seen} for of in ("sources.squares", "validation")}
-        shown |= {f"data.validation.{k}": v for k, v in {"name": "forge_testing.pictures:Squares", "split": "validation"}.items()}  # fmt: skip
+        shown |= {f"data.validation.{k}": v for k, v in {"name": "forge_testing.squares:Squares", "split": "validation"}.items()}  # fmt: skip
         fit_alone(job, **shown, **{"train.steps": 60, "eval.every_steps": 20})
         found[seen] = [loss for loss in columns(job)["val_loss"] if loss is not None]
     assert found[True][-1] < 0.1 < 0.65 < found[False][-1]
@@ -79,7 +79,7 @@ def test_initial_values_are_a_function_of_the_seed(tmp_path: Path, encoder: dict
         assert torch.equal(dict(trainer.model.named_buffers())[name], buffer), name
 
 
-def test_ids_that_are_inputs_alone_are_those_of_the_data_too(tmp_path: Path) -> None:
+def test_ids_that_are_only_inputs_are_those_of_the_data_too(tmp_path: Path) -> None:
     job = write_vlm_job(tmp_path)
     keys = {"model.vocab_size": 14, "model.input_only_ids": 2}
     assert load_job(job, keys).config.model.vocab_size == 14
@@ -154,7 +154,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, encoder: dict[str, Any]
     ],
     ids=str,
 )
-def test_what_cannot_run_is_refused_before_anything_starts(
+def test_jobs_that_cannot_run_are_rejected_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], key: str, code: str
 ) -> None:
     if "model.vision.transformers" in keys:
@@ -169,7 +169,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 
 
 @pytest.mark.slow
-def test_the_verbs_say_what_they_do_with_it(tmp_path: Path) -> None:
+def test_the_verbs_report_what_they_do_with_it(tmp_path: Path) -> None:
     job = write_vlm_job(tmp_path)
     explained = forge_train("explain", job)
     assert explained.code == 0, explained.err
@@ -188,7 +188,7 @@ class Bytes(Squares):
 
 
 @pytest.mark.lane("quick")
-def test_text_alone_is_continued_at_the_end_of_a_run_and_from_its_folder(tmp_path: Path) -> None:
+def test_only_text_is_continued_at_the_end_of_a_run_and_from_its_folder(tmp_path: Path) -> None:
     keys = {"data.sources.squares.name": f"{__name__}:Bytes", "train.steps": 1}
     keys |= {"sample.max_new_tokens": 4, "sample.prompt": "ab"}
     trainer = Trainer(load_job(write_vlm_job(tmp_path), keys))

@@ -218,7 +218,7 @@ ADAPTERS = {
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_low_rank_adapters_of_the_text_model_beside_a_trained_adapter(tmp_path: Path) -> None:
+def test_low_rank_adapters_of_the_text_model_with_a_trained_adapter(tmp_path: Path) -> None:
     """The encoder and the text's own weights stay as they are; the projector learns, and so do the low-rank matrices."""
     alone, many = (write_vlm_job(tmp_path / name) for name in ("alone", "many"))
     keys = {**SAVED, **TEXT, **ADAPTERS}
@@ -246,7 +246,7 @@ def test_low_rank_adapters_of_the_text_model_beside_a_trained_adapter(tmp_path: 
         (["layers.*"], "layers.0.mixer.k_proj.weight", "excludes"),
     ],
 )
-def test_wrong_names_of_whole_weights_are_refused(
+def test_wrong_names_of_full_weights_are_rejected(
     tmp_path: Path, patterns: list[str], value: str, code: str
 ) -> None:
     with rejects("lora.whole", value, code, ConfigError):

@@ -64,7 +64,7 @@ def test_F70_all_weights_of_the_text_are_taken_by_a_fresh_run(tmp_path: Path, fu
     ],
     ids=str,
 )
-def test_what_would_be_lost_is_refused(
+def test_weights_that_would_be_lost_are_rejected(
     tmp_path: Path, text: dict[str, Any], here: dict[str, Any], key: str, value: Any, code: str
 ) -> None:
     parent = text_run(tmp_path / "text", **text)

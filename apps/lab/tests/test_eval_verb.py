@@ -71,7 +71,7 @@ samples = 2
 
 
 @pytest.mark.lane("quick")
-def test_a_run_that_never_evaluated_has_the_sets_of_the_file_alone(tmp_path: Path) -> None:
+def test_a_run_that_never_evaluated_has_only_the_sets_of_the_file(tmp_path: Path) -> None:
     job, other = make_job(tmp_path), tmp_path / "other.toml"
     fit_alone(job, **{"train.steps": 1, "eval.every_steps": 0, "metrics.console": "off"})
     other.write_text('[eval.sets.mine]\nsplit = "validation"\nsequences = 2\n')
@@ -88,7 +88,7 @@ def test_the_run_is_only_read(job: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")} == before
 
 
-def test_what_cannot_be_evaluated_is_refused(job: Path, tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_evaluated_are_rejected(job: Path, tmp_path: Path) -> None:
     run, other = job.parent / "run", tmp_path / "other.toml"
     with rejects("step", 5, "unknown", StateError, where="[3, 6]"):
         evaluate_run(run, step=5)

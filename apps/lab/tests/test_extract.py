@@ -124,7 +124,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, where: object, name: str, run: Pa
 
 
 @pytest.mark.lane("test")
-def test_a_kill_behind_the_last_step_leaves_no_parts(
+def test_a_kill_after_the_last_step_leaves_no_partial_files(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "x.npz"
@@ -137,7 +137,7 @@ def test_a_kill_behind_the_last_step_leaves_no_parts(
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_parts_that_are_damaged_or_of_nobody_are_not_used(
+def test_partial_files_that_are_damaged_or_foreign_are_not_used(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, parts = tmp_path / "x.npz", tmp_path / "x.npz.parts"
@@ -169,7 +169,7 @@ def _unreached(*_: object) -> dict[str, numpy.ndarray]:
     raise ConfigError([Problem("points", "unreached", "logits", "must be found")])
 
 
-def test_another_writer_and_a_full_disk_are_told(run: Path, tmp_path: Path) -> None:
+def test_another_writer_and_a_full_disk_are_reported(run: Path, tmp_path: Path) -> None:
     out, most = tmp_path / "x.npz", resource.getrlimit(resource.RLIMIT_FSIZE)
     lock = tmp_path / "x.npz.parts/lock"
     lock.parent.mkdir()
@@ -193,7 +193,7 @@ def test_another_writer_and_a_full_disk_are_told(run: Path, tmp_path: Path) -> N
     assert extract_run(run, ("logits",), out, rows=6, batch_size=2) == (6, 6)
 
 
-def test_what_fp16_cannot_hold_is_refused(
+def test_values_that_fp16_cannot_hold_are_rejected(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def large(*args: object, **options: object) -> object:
@@ -225,7 +225,7 @@ def test_another_size_of_shards_after_a_kill_has_shards_of_its_own(
 
 
 @pytest.mark.lane("test")
-def test_the_command_lists_points_and_refuses(
+def test_the_command_lists_points_and_rejects_unknown_ones(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert extract([str(run)]) == 0

@@ -113,7 +113,9 @@ def numbers(text: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", line)]
 
 
-def test_what_cannot_be_continued_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_prompts_that_cannot_be_continued_are_rejected(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     path = folder(tmp_path / "hf")
     (tmp_path / "broken.jsonl").write_text('{"prompt": "one"}\n{"text": "two"}\n')
     with rejects("prompt", None, "type", where="broken.jsonl, line 2"):

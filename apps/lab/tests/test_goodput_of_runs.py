@@ -34,7 +34,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_report_tells_where_the_seconds_went(disturbed: Path) -> None:
+def test_report_lists_where_the_seconds_went(disturbed: Path) -> None:
     told = forge_train("goodput", disturbed, "--json")
     assert told.code == 0, told.err
     found = json.loads(told.out)
@@ -64,7 +64,7 @@ def test_a_folder_without_a_run_is_rejected(tmp_path: Path) -> None:
         goodput([str(tmp_path)])
 
 
-def test_the_report_says_how_long_steps_waited_for_data(
+def test_the_report_has_the_seconds_that_steps_waited_for_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Trainer(load_job(write_job(tmp_path), {"metrics.console": "off"})).fit()

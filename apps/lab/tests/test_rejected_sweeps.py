@@ -31,7 +31,7 @@ def test_flags_of_a_sweep(tmp_path: Path) -> None:
         sweep.run_sweep(tmp_path / "none.toml", dry_run=True, slurm=True)
 
 
-def test_places_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with rejects("study.dir", str(tmp_path), "write", JobError), writing(tmp_path):
         raise OSError(30, "read-only")
     out = str(tmp_path / "out")

@@ -113,7 +113,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_the_page_holds_the_rows_and_nothing_else_changes(
+def test_the_page_has_the_rows_and_no_other_file_changes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = contents(run)
@@ -159,7 +159,7 @@ def test_a_report_imports_no_torch(copy: Path, verb: str) -> None:
 
 
 @pytest.mark.lane("quick")
-def test_runs_beside_one_another_show_the_keys_that_differ(
+def test_runs_next_to_each_other_show_the_keys_that_differ(
     run: Path, copy: Path, tmp_path: Path
 ) -> None:
     text = (copy / "config.toml").read_text()
@@ -248,7 +248,7 @@ def hostile(folder: Path) -> Path:
     return Path(shutil.move(folder, named))
 
 
-def test_what_a_run_says_is_text_and_nothing_is_fetched(copy: Path) -> None:
+def test_output_of_a_run_is_escaped_text_and_nothing_is_fetched(copy: Path) -> None:
     folder = hostile(copy)
     page = Page(write_page([folder]))
     scripts = [attrs for tag, attrs in page.elements if tag == "script"]
@@ -354,7 +354,7 @@ def test_a_long_run_is_thinned_to_extremes_and_gaps(copy: Path) -> None:
 
 @pytest.mark.parametrize("steps", [range(1, 13, 2), range(2, 13, 2), (2, 4, 6, 8, 10, 11, 12)])
 @pytest.mark.parametrize("column", ["val_loss", "eval/held_out/loss"])
-def test_F180_points_of_evaluations_are_joined_however_many_rows_have_one(
+def test_F180_points_of_evaluations_are_connected_however_many_rows_have_one(
     column: str, steps: Sequence[int]
 ) -> None:
     rows = range(1, 13)
@@ -368,7 +368,7 @@ def test_F180_points_of_evaluations_are_joined_however_many_rows_have_one(
     assert traces["loss"]["y"] == losses
 
 
-def test_F195_only_curves_that_a_picture_shows_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_F195_only_curves_that_a_plot_shows_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """3,000 columns of one picture: the first 40 are thinned, and the list of columns is compiled once."""
     steps = list(range(1, 31))
     metrics = {"step": steps, **{f"mine.{n}": [float(n)] * 30 for n in range(3000)}}
@@ -398,7 +398,7 @@ def test_F195_a_page_follows_no_link_out_of_the_run(copy: Path, tmp_path: Path) 
     assert "The real end." in write_page([copy]).read_text()
 
 
-def test_a_strip_of_very_many_spans_is_cut_into_cells() -> None:
+def test_a_strip_of_very_many_spans_is_divided_into_cells() -> None:
     at = 1_700_000_000.0
     events: list[dict[str, Any]] = [{"event": "start", "time": at, "step": 0, "began": at - 5}]
     events += [
@@ -439,7 +439,7 @@ def test_F197_marks_of_the_timeline_are_in_the_unit_of_its_bars(seconds: int, di
 
 
 @pytest.mark.lane("quick")
-def test_what_is_refused(
+def test_invalid_arguments_are_rejected(
     run: Path, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value, code, args in (
@@ -507,7 +507,7 @@ def browse(page: Path, profile: Path) -> tuple[str, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs a chromium")
-def test_a_browser_draws_all_pictures_without_a_complaint(copy: Path, tmp_path: Path) -> None:
+def test_a_browser_draws_all_plots_without_an_error(copy: Path, tmp_path: Path) -> None:
     folder = hostile(copy)
     path = write_page([folder])
     page, metrics = Page(path), read_run(folder).metrics

@@ -53,7 +53,7 @@ def test_the_runs_that_follow_from_a_study(tmp_path: Path) -> None:
     assert {fork.job.config.run.seed for fork in forks} == {0, 7}
 
 
-def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = write_study(
         tmp_path, "seeds = [1, 1]\nlevel = 2.0", "[sizes.a-b]\ndim = 8\n[size.typo]\ndim = 8"
     )
@@ -235,7 +235,7 @@ def test_F197_a_sweep_with_a_killed_run_ends_with_an_exit_code(
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_stops_its_forks_alone(tmp_path: Path) -> None:
+def test_a_run_that_fails_stops_only_its_forks(tmp_path: Path) -> None:
     """The sweep of another process is refused meanwhile."""
     path = write_study(tmp_path, base="[optimizers.wild]\nlr = 1e30")
     process = sweep(path)
@@ -326,7 +326,7 @@ LAW = ScalingFit(E=1.2, A=40.0, alpha=0.45, B=300.0, beta=0.5, objective=0.0)
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_runs_of_an_exact_law_give_it_and_its_largest_size() -> None:
+def test_runs_of_an_exact_power_law_give_it_and_its_largest_size() -> None:
     found = fitted(rows_of(LAW), resamples=10, level=0.9)
     for name, (value, low, high) in found["constants"].items():
         assert value == pytest.approx(getattr(LAW, name), rel=1e-4)
@@ -348,7 +348,7 @@ def test_runs_of_an_exact_law_give_it_and_its_largest_size() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_the_shipped_study_is_what_its_numbers_say(tmp_path: Path) -> None:
+def test_the_page_of_the_shipped_study_matches_its_numbers(tmp_path: Path) -> None:
     """And the numbers are a fit of its own rows."""
     pytest.importorskip("matplotlib")
     docs = Path(__file__).parents[3] / "docs"
@@ -369,7 +369,7 @@ def test_the_page_of_the_shipped_study_is_what_its_numbers_say(tmp_path: Path) -
     assert "held-out loss" in (tmp_path / "again.svg").read_text()
 
 
-def test_what_an_array_of_runs_cannot_have_is_refused(tmp_path: Path) -> None:
+def test_options_that_an_array_of_runs_cannot_have_are_rejected(tmp_path: Path) -> None:
     path = write_study(tmp_path, base='[base.slurm]\narray = "0-3%1"\non_stop = "resubmit"')
     with rejects("slurm.array", "0-3%1", "excludes", ConfigError) as error:
         run_sweep(path, slurm=True)
@@ -377,7 +377,7 @@ def test_what_an_array_of_runs_cannot_have_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_scripts_of_its_arrays_give_shellcheck_nothing_to_say(tmp_path: Path, capsys: Any) -> None:
+def test_scripts_of_its_arrays_pass_shellcheck(tmp_path: Path, capsys: Any) -> None:
     path = write_study(tmp_path, base=SLURM)
     assert run_sweep(path, slurm=True) == 0
     said = capsys.readouterr().out

@@ -33,7 +33,7 @@ from forge_train.config.layers import read_layers
 from forge_train.loop import opening
 from forge_train.run.callback import load_callbacks
 
-STEPS, COUNTING = "forge_testing.parts:Steps", "forge_testing.models:Counting"
+STEPS, COUNTING = "forge_testing.extensions:StepLog", "forge_testing.models:Counting"
 TABLE = f"""
 [callbacks.steps]
 name = "{STEPS}"
@@ -59,7 +59,7 @@ def words(folder: Path) -> list[str]:
     return re.sub(r"\d+\.\d+", "LOSS", text).splitlines()
 
 
-def test_hooks_are_called_in_every_stage_and_life_of_a_run(tmp_path: Path) -> None:
+def test_hooks_are_called_in_every_stage_and_restart_of_a_run(tmp_path: Path) -> None:
     job = write_job(tmp_path, TABLE)
     Trainer(load_job(job, {**SHORT, "train.steps": 5})).fit()
     Trainer(load_job(job, {**SHORT, "train.steps": 9})).fit()
@@ -106,7 +106,7 @@ def test_the_list_of_older_files_and_its_state_in_checkpoints_still_load(
     older = job.read_text().replace("[train]", f'[train]\ncallbacks = ["{STEPS}", "{COUNTING}"]')
     job.write_text(older)
     Trainer(load_job(job, SHORT)).fit()
-    assert [type(c).__name__ for c in loaded[0]] == ["Steps", "Counting"]
+    assert [type(c).__name__ for c in loaded[0]] == ["StepLog", "Counting"]
     text = (tmp_path / "run/config.toml").read_text()
     tables = text[text.index("[callbacks.list_1]") :]
     older = text.replace(tables, "").replace(
@@ -146,7 +146,7 @@ def test_an_empty_list_of_older_files_is_no_change(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("verb", ["explain", "run"])
-def test_a_wrong_table_is_refused_before_a_run_exists(
+def test_a_wrong_table_is_rejected_before_a_run_exists(
     tmp_path: Path, verb: str, before: str, after: str, key: str, value: Any, code: str
 ) -> None:
     job = write_job(tmp_path, TABLE.replace(before, after))
@@ -165,7 +165,9 @@ class NoCallback:
 
 
 @pytest.mark.lane("test")
-def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_refused(tmp_path: Path) -> None:
+def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_rejected(
+    tmp_path: Path,
+) -> None:
     job = write_job(tmp_path)
     arguments = "on_evaluation(trainer, name, result)"
     with rejects("Older.on_evaluation", ..., "signature", ConfigError, where=arguments):
@@ -231,7 +233,7 @@ def test_F181_the_layers_of_a_job_are_not_changed(tmp_path: Path) -> None:
     assert layers == before
 
 
-def test_F181_meshes_are_made_by_fit_alone(tmp_path: Path) -> None:
+def test_F181_meshes_are_made_only_by_fit(tmp_path: Path) -> None:
     trainer = Trainer(load_job(write_job(tmp_path)))
     with pytest.raises(RuntimeError):
         trainer.meshes  # noqa: B018

@@ -95,8 +95,8 @@ RULES: list[tuple[Settings, str, Any, str]] = [
         *("model.moe.router", "uniform", "generation"),
     ),
     (
-        {"model.attention.mask": "forge_testing.parts:sees_itself"},
-        *("model.attention.mask", "forge_testing.parts:sees_itself", "generation"),
+        {"model.attention.mask": "forge_testing.extensions:self_only"},
+        *("model.attention.mask", "forge_testing.extensions:self_only", "generation"),
     ),
     (
         {"model.moe.num_experts": 2, "model.moe.router": "nowhere"},

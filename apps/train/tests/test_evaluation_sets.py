@@ -227,7 +227,7 @@ def test_the_weights_do_not_depend_on_what_is_evaluated(alone: Path, tmp_path: P
         ("nonsense", "", ..., "not_json"),
     ],
 )
-def test_questions_that_cannot_be_asked_are_refused_by_line(
+def test_questions_without_an_answer_are_rejected_by_line(
     tmp_path: Path, line: str, key: str, value: Any, code: str
 ) -> None:
     job, path = make_job(tmp_path), tmp_path / "q.jsonl"
@@ -237,7 +237,7 @@ def test_questions_that_cannot_be_asked_are_refused_by_line(
     assert found.value.problems[0].origin == f"{path}, question 1"
 
 
-def test_files_without_questions_are_refused(tmp_path: Path) -> None:
+def test_files_without_questions_are_rejected(tmp_path: Path) -> None:
     job, path = make_job(tmp_path), tmp_path / "q.jsonl"
     flags = {"eval.choices.mine.path": str(path), "data.seq_len": 64}
     path.write_text("\n")
@@ -247,7 +247,7 @@ def test_files_without_questions_are_refused(tmp_path: Path) -> None:
     with rejects("eval.choices.mine.path", str(path), "read", DataError):
         Trainer(load_job(job, flags))
     path.write_text(json.dumps({"prompt": "a", "choices": ["b", "c"], "answer": 0}))
-    objective = {"train.objective": "forge_testing.parts:smoothed"}
+    objective = {"train.objective": "forge_testing.extensions:smoothed"}
     with rejects("eval.choices.mine", ..., "objective", DataError):
         Trainer(load_job(job, {**flags, **objective}))
 
@@ -263,7 +263,7 @@ def test_files_without_questions_are_refused(tmp_path: Path) -> None:
         ({"eval.sets.more.squences": 3}, "eval.sets.more.squences", ..., "unknown_key"),
     ],
 )
-def test_tables_that_would_never_be_read_are_refused(
+def test_tables_that_would_never_be_read_are_rejected(
     tmp_path: Path, overrides: dict[str, Any], key: str, value: Any, code: str
 ) -> None:
     job = make_job(tmp_path)

@@ -155,7 +155,7 @@ def test_all_state_of_the_loop_is_declared() -> None:
         assert sum(bool(line) and not line.startswith("#") for line in body) <= 45, node.name
 
 
-def test_the_trainer_knows_no_optional_feature() -> None:
+def test_the_trainer_imports_no_optional_feature() -> None:
     imported, read = set(), set()
     for node in ast.walk(ast.parse(TRAINER.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(

@@ -134,7 +134,7 @@ def test_a_state_is_saved_and_one_that_a_checkpoint_lacks_begins(tmp_path: Path)
     assert read_run(tmp_path / "run").metrics["counts.steps"] == [None] * 3 + [1, 2, 3, 4]
 
 
-def test_a_run_shows_its_fields_alone(tmp_path: Path) -> None:
+def test_a_run_shows_only_its_fields(tmp_path: Path) -> None:
     mine = Counts()
     Trainer(load_job(write_job(tmp_path), {"train.steps": 1}), [mine]).fit()
     assert mine.run.progress.step == 1
@@ -174,7 +174,7 @@ def count_hooks(job: Path, keys: dict[str, Any]) -> tuple[Any, Any]:
 
 
 @pytest.mark.distributed
-def test_hooks_communicate_and_wait_as_the_table_says(tmp_path: Path) -> None:
+def test_hooks_communicate_and_wait_as_in_the_table(tmp_path: Path) -> None:
     table = allowed_by_hook()
     assert table.keys() == {*HOOKS}
     keys = {**KEYS, "metrics.console": "off", "parallel.dp_replicate": 2}

@@ -139,7 +139,7 @@ def test_the_example_of_a_hook_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_tells_how_it_was_made(tmp_path: Path) -> None:
+def test_a_run_records_how_it_was_made(tmp_path: Path) -> None:
     assert forge_train("run", write_job(tmp_path), "--optimizer.lr", "0.02", cwd=ROOT).code == 0
     run = read_run(tmp_path / "run")
     assert run.config["optimizer"]["lr"] == 0.02
@@ -213,7 +213,7 @@ def test_generate_streams_the_same_text_for_the_same_seed(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_generate_reads_beside_a_run_that_trains(tmp_path: Path) -> None:
+def test_generate_reads_next_to_a_run_that_trains(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start("run", job, "--train.steps", "100000")
     wait_for_step(process, tmp_path / "run/metrics.jsonl", 4, saved=3)
@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_reader_who_leaves_changes_neither_run_nor_exit_code(tmp_path: Path) -> None:
+def test_a_closed_pipe_changes_neither_run_nor_exit_code(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start("run", job, "--train.steps", "100000")
     assert process.stdout is not None
@@ -263,7 +263,7 @@ def test_a_reader_who_leaves_changes_neither_run_nor_exit_code(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_is_one_message_and_harms_no_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_message_and_damages_no_checkpoint(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     assert forge_train("run", job, "--train.steps", "6").code == 0
     good = load_trained(tmp_path / "run")[2]

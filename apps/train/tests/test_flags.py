@@ -119,7 +119,7 @@ def test_a_key_of_a_free_table_is_a_flag(key: str, text: str, value: Any) -> Non
     assert parse(f"--{key}={text}") == {key: value}
 
 
-def test_a_free_table_itself_is_none() -> None:
+def test_a_free_table_may_be_none() -> None:
     assert_problem(rejected("--optimizer.options", "1"), "optimizer.options", 1, "table")
 
 
@@ -165,14 +165,14 @@ class Own:
     output: Path | None = None
 
 
-def test_F149_paths_of_flags_begin_at_home_and_texts_do_not(monkeypatch) -> None:
+def test_F149_a_tilde_is_expanded_in_paths_of_flags_and_not_in_texts(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     rest = add_flags(layers := Layers(), ["--output=~/[a]", "--sample.prompt=~/x"])
     assert parse_arguments(Own, rest, "run", "") == Own(Path("/home/ada/[a]"))
     assert layers.values == {"sample": {"prompt": "~/x"}}
 
 
-def test_F149_paths_of_keys_begin_at_home(tmp_path, monkeypatch) -> None:
+def test_F149_a_tilde_is_expanded_in_paths_of_keys(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "base.toml").write_text('[run]\ndir = "~/runs/a"')
     (tmp_path / "job.toml").write_text('extends = "~/base.toml"')

@@ -20,7 +20,7 @@ def write(folder: Path, **files: str) -> Path:
     return folder / f"{next(iter(files))}.toml"
 
 
-def test_child_wins_over_base_and_tables_merge(tmp_path: Path) -> None:
+def test_child_overrides_base_and_tables_merge(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         child='extends = "base.toml"\n[model]\ndim = 32',
@@ -32,7 +32,7 @@ def test_child_wins_over_base_and_tables_merge(tmp_path: Path) -> None:
     assert layers.origins["model.num_layers"] == f"base {tmp_path / 'base.toml'}"
 
 
-def test_extends_is_relative_to_the_file_that_says_it(tmp_path: Path) -> None:
+def test_extends_is_relative_to_the_file_that_contains_it(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     write(tmp_path, top='extends = "deep/mid.toml"\n[a]\nx = 1')
     write(tmp_path / "deep", mid='extends = "low.toml"\n[a]\ny = 2', low="[a]\nz = 3\nx = 9")
@@ -50,7 +50,7 @@ def test_a_later_length_replaces_an_earlier_one(tmp_path: Path) -> None:
     assert "train.tokens" not in layers.origins
 
 
-def test_two_lengths_in_one_file_are_both_kept_and_so_refused_later(tmp_path: Path) -> None:
+def test_two_lengths_in_one_file_are_both_kept_and_rejected_later(tmp_path: Path) -> None:
     layers = read_layers(write(tmp_path, one="[train]\nsteps = 5\ntokens = 100"))
     assert layers.values["train"] == {"steps": 5, "tokens": 100}
 

@@ -32,7 +32,7 @@ def srun(rank: int) -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [torchrun, srun])
 @pytest.mark.parametrize("flags", [["--train.steps", "-1"], ["--train.stepz", "1"]])
-def test_F105_a_wrong_configuration_is_said_once_per_host(
+def test_F105_a_wrong_configuration_is_reported_once_per_host(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

@@ -33,7 +33,7 @@ _EXTRA = "[slurm]\ntasks_per_node = 2\n"
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
+def test_impossible_options_are_rejected_before_anything_is_written(
     tmp_path: Path, flags: list[str], key: str, value: Any, code: str
 ) -> None:
     with rejects(key, value, code, ConfigError) as caught:
@@ -44,7 +44,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_sizes_that_are_not_legal_are_left_out_aloud(tmp_path: Path) -> None:
+def test_sizes_that_are_not_legal_are_left_out_with_a_warning(tmp_path: Path) -> None:
     flags = ("--orchestrate", "--sizes", "3,2", "--parallel.dp_shard", "4", "--dry_run")
     shown = forge_train("slurm", write_job(tmp_path, _EXTRA), *flags)
     assert shown.code == 0

@@ -64,7 +64,7 @@ def test_F146_explain_lists_kind_decay_and_optimizer(
 
 
 @pytest.mark.parametrize("how", ["resume", "fork", "fork of weights", "newer"])
-def test_F146_an_older_run_tells_what_its_optimizer_does_otherwise(
+def test_F146_an_older_run_lists_what_its_optimizer_does_otherwise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
     """Stacked biases decayed in versions whose config.toml has no key bos."""

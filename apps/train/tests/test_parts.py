@@ -19,7 +19,7 @@ from forge_train.errors import ConfigError
 
 pytestmark = pytest.mark.lane("test")
 
-PARTS = "forge_testing.parts"
+PARTS = "forge_testing.extensions"
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,14 @@ PARTS = "forge_testing.parts"
         ),
         ({"schedule.options.x": 1}, "schedule.options.x", 1, "built_in"),
         (
-            {"model.attention.mask": f"{PARTS}:sees_itself"},
+            {"model.attention.mask": f"{PARTS}:self_only"},
             "model.attention.mask",
-            f"{PARTS}:sees_itself",
+            f"{PARTS}:self_only",
             "generation",
         ),
     ],
 )
-def test_refused_before_the_run_directory_exists(
+def test_errors_come_before_the_run_directory_exists(
     tmp_path: Path, settings: dict[str, Any], key: str, value: Any, code: str
 ) -> None:
     """At each moment that one is found in; all problems: packages/forge-core/tests/test_parts.py and test_schedule.py."""
@@ -57,7 +57,7 @@ def test_refused_before_the_run_directory_exists(
 
 
 def test_F177_a_layer_that_counts_no_operations_is_built(tmp_path: Path) -> None:
-    job = load_job(write_job(tmp_path), {"model.feed_forward": f"{PARTS}:Silent"})
+    job = load_job(write_job(tmp_path), {"model.feed_forward": f"{PARTS}:FeedForwardWithoutFlops"})
     silent, dense = (
         build_model(c, 0) for c in (job.config.model, load_job(write_job(tmp_path)).config.model)
     )
@@ -66,7 +66,7 @@ def test_F177_a_layer_that_counts_no_operations_is_built(tmp_path: Path) -> None
     assert silent.flops_per_token(8) == rest + sum(linears)
 
 
-def test_attention_over_ranks_is_refused_by_layer_and_field(
+def test_attention_over_ranks_is_rejected_by_layer_and_field(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "init_process_group", None)
@@ -77,7 +77,7 @@ def test_attention_over_ranks_is_refused_by_layer_and_field(
     for field, value in {
         "softcap": 2.0,
         "sinks": True,
-        "mask": f"{PARTS}:sees_itself",
+        "mask": f"{PARTS}:self_only",
     }.items():
         with rejects(f"layers.0.mixer.attend.{field}", value, "spec", ConfigError):
             Trainer(load_job(job, {**settings, f"model.attention.{field}": value}))
@@ -92,7 +92,7 @@ def test_a_later_layer_with_another_part_drops_the_options_of_the_first(tmp_path
 [model.mixer_options]
 gain = 2.0
 [schedule]
-name = "forge_testing.parts:staircase"
+name = "forge_testing.extensions:half_way"
 options = {height = 0.5}
 """
     job = write_job(tmp_path, base)
@@ -129,7 +129,7 @@ def test_a_run_from_before_a_key_was_known_goes_on(tmp_path: Path) -> None:
     assert Trainer(load_job(written, {"train.steps": 5})).fit().step == 5
 
 
-def test_stages_refuse_an_installed_optimizer_as_one_by_import_path(
+def test_stages_reject_an_installed_optimizer_like_one_by_import_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}

@@ -72,7 +72,7 @@ def test_the_length_may_come_from_the_size_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_explain_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_writes_the_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     job = write_job(tmp_path, TABLES)
     for name, start in (("a.png", b"\x89PNG"), ("b.svg", b"<?xml")):
@@ -87,7 +87,7 @@ def test_explain_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("file", "code"), [("picture.jpg", "name"), ("no_folder/a.png", "not_found")]
 )
-def test_a_picture_that_cannot_be_is_refused(
+def test_a_plot_that_cannot_be_drawn_is_rejected(
     tmp_path: Path, file: str, code: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with rejects("--plot", file, code, ConfigError):
@@ -95,7 +95,7 @@ def test_a_picture_that_cannot_be_is_refused(
     assert not capsys.readouterr().out
 
 
-def test_without_matplotlib_it_says_what_to_install(
+def test_without_matplotlib_the_error_names_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)

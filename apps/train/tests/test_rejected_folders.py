@@ -92,7 +92,7 @@ def test_models_that_no_family_holds() -> None:
     with rejects("model.moe.num_experts", 0, "family", where="mixtral"):
         hf_models.family_of(section, "mixtral")
     with rejects("model", ..., "no_family") as caught:
-        other = BuiltInModelConfig(**TINY, mixer="forge_testing.parts:RunningMean")
+        other = BuiltInModelConfig(**TINY, mixer="forge_testing.extensions:RunningMean")
         hf_models.family_of(other, None)
     assert len({p.origin for p in caught.value.problems[1:]}) == 1
     places = {"image": ModalityConfig(first_id=3)}

@@ -52,7 +52,7 @@ def test_every_evaluation_and_the_last_step_have_a_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["train.max_grad_norm", "sample.temperature", "optimizer.lr"])
-def test_a_setting_that_is_no_number_is_refused(tmp_path: Path, key: str) -> None:
+def test_a_setting_that_is_no_number_is_rejected(tmp_path: Path, key: str) -> None:
     with rejects(key, float("nan"), "finite", ConfigError):
         load_job(write_job(tmp_path), {key: float("nan")})
 
@@ -72,7 +72,7 @@ def test_a_run_goes_on_with_its_own_model_only(tmp_path: Path) -> None:
         Trainer(load_job(job, {"model.rope_theta": 77.0})).fit()
 
 
-def test_F114_an_optimizer_that_cannot_run_is_refused_before_anything_is_written(
+def test_F114_an_optimizer_that_cannot_run_is_rejected_before_anything_is_written(
     tmp_path: Path,
 ) -> None:
     """By all verbs, as it is a matter of the configuration."""

@@ -93,7 +93,7 @@ def assert_stopped_and_resumes(job: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_F61_under_tee_a_signal_to_the_whole_group_still_saves(tmp_path: Path) -> None:
+def test_F61_under_tee_a_signal_to_the_process_group_still_saves(tmp_path: Path) -> None:
     """Slurm signals all processes of a step: tee is gone first, and every line is an error from then on."""
     job, log = write_job(tmp_path), tmp_path / "log"
     script = f"$RUN {' '.join(ENDLESS)} 2>&1 | tee {log}; exit ${{PIPESTATUS[0]}}"

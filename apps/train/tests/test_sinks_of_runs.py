@@ -18,7 +18,7 @@ from forge_testing.runs import fit_on_ranks, make_job
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.cli import run_verb
 
-LINES = "forge_testing.parts:Lines"
+LINES = "forge_testing.extensions:LineSink"
 
 
 def keys(name: str = LINES, table: str = "mine", **options: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def test_a_sink_by_name_gets_the_rows_and_the_step_it_goes_on_from(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.distributed
-def test_rank_0_alone_opens_sinks(tmp_path: Path) -> None:
+def test_only_rank_0_opens_sinks(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     for rank in fit_on_ranks(2, job, **keys(file="rows.txt"), train__steps=2):
         assert rank.problems == ()
@@ -88,7 +88,7 @@ def test_tensorboard_is_a_built_in_name_and_the_older_key_its_shorthand(tmp_path
     ],
 )
 @pytest.mark.parametrize("verb", ["explain", "run"])
-def test_a_wrong_name_or_option_is_refused_before_a_run_exists(
+def test_a_wrong_name_or_option_is_rejected_before_a_run_exists(
     tmp_path: Path, verb: str, table: str, key: str, value: Any, code: str
 ) -> None:
     job = write_job(tmp_path, f"\n[metrics.sinks.mine]\n{table}\n")

@@ -56,7 +56,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         ('time_limit = "5:00"', "time_limit", "5:00", "lead"),
     ],
 )
-def test_what_is_refused(
+def test_invalid_arguments_are_rejected(
     tmp_path: Path, nowhere: None, extra: str, key: str, value: Any, code: str
 ) -> None:
     with rejects(f"slurm.{key}", value, code, ConfigError):
@@ -74,7 +74,7 @@ def test_every_number_of_nodes_must_have_a_layout(
     assert "#SBATCH --nodes=2" in capsys.readouterr().out
 
 
-def test_F175_a_job_that_asks_for_no_gpu_is_told_what_it_asks_for(
+def test_F175_a_job_that_requests_no_gpu_lists_its_request(
     tmp_path: Path, nowhere: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_verb(["slurm", str(write_job(tmp_path)), "--dry_run"]) == 0
@@ -82,7 +82,7 @@ def test_F175_a_job_that_asks_for_no_gpu_is_told_what_it_asks_for(
 
 
 @pytest.mark.slow
-def test_another_experiment_in_the_run_directory_is_refused_before_it_waits(
+def test_another_experiment_in_the_run_directory_is_rejected_before_it_waits(
     tmp_path: Path, nowhere: None
 ) -> None:
     job = write_job(tmp_path)

@@ -209,8 +209,10 @@ def test_of_thousands_of_unknown_keys_some_are_named() -> None:
     assert max(len(problem.key) for problem in wrong) < 210
 
 
-def test_every_key_has_a_type_a_default_and_a_meaning() -> None:
+def test_every_key_has_a_type_a_default_and_a_meaning_and_every_number_a_range() -> None:
     for row in key_rows():
+        number = {"int", "float"} & set(row.type.split(" or "))
+        assert bool(row.range) == bool(number), row
         assert row.type, row
         assert row.default, row
         assert len(row.meaning) > 8, row

@@ -15,7 +15,7 @@ from forge_core.generate import _decoded
 from forge_data import SourceConfig
 from forge_data.describe import ends_of_documents
 from forge_data.kinds import ChatConfig, TextConfig
-from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
+from forge_testing.chats import CHATML, HEADERS, dialog, save_tokenizer, write_dialogs
 from forge_testing.problems import rejects
 from forge_train import ConfigError
 from forge_train.build.data import run_tokenizer
@@ -35,7 +35,7 @@ PARTS = (
     "{% macro parts(m) %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
     "{{ p.text if p.type == 'text' else '<|stop|>' }}{% endfor %}{% endif %}{% endmacro %}" + PARTS
 )
-TALK = talk("the sky?", "blue", "the grass?", "green")
+TALK = dialog("the sky?", "blue", "the grass?", "green")
 GENERATION, CONFIG = "generation_config.json", "config.json"
 
 
@@ -48,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tokenizer(root / "sibling", bos_token="<|head|>", pad_token="<|stop|>")
     save_tokenizer(root / "parts", PARTS)
     (root / "headers.jinja").write_text(HEADERS)
-    write_talks(root / "talks.jsonl")
+    write_dialogs(root / "talks.jsonl")
     for name in ("tuned", "base"):
         end = transformers.AutoTokenizer.from_pretrained(root / name).eos_token_id
         table = {"model_type": "llama", "eos_token_id": end}
@@ -211,7 +211,7 @@ def test_F200_an_export_of_a_model_with_images_has_the_template_of_training(
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
     looked = [{"role": "user", "content": parts}, TALK[1]]
     for messages in TALK, [{"role": "system", "content": "be short"}, *TALK], [*TALK, *looked]:
-        asked = write_talks(tmp_path / "asked.jsonl", [messages])
+        asked = write_dialogs(tmp_path / "asked.jsonl", [messages])
         (prompt,) = prompts.read(asked)
         ids = found.apply_chat_template(messages[:-1], add_generation_prompt=True)
         assert list(getattr(ids, "input_ids", ids)) == prompt.tokens.tolist()

@@ -84,7 +84,7 @@ def history(file: Path) -> tuple[str, dict[str, Any], dict[int, dict[str, float]
 
 
 @pytest.mark.slow  # wandb and mlflow are imported in two processes
-def test_two_lives_are_one_run_in_wandb_and_in_mlflow(
+def test_two_attempts_are_one_run_in_wandb_and_in_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
@@ -151,7 +151,7 @@ def test_a_missing_package_is_named_before_anything_starts(tmp_path: Path, name:
 
 
 @pytest.mark.slow
-def test_without_a_key_wandb_asks_nobody_and_training_goes_on(tmp_path: Path) -> None:
+def test_without_a_key_wandb_does_not_prompt_and_training_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     job = write_job(tmp_path, '\n[metrics.sinks.mine]\nname = "wandb"\n')
     done = forge_train(

@@ -145,7 +145,7 @@ def test_a_background_save_writes_the_bytes_of_one_that_waits(tmp_path):
         assert files[0] == files[1]
 
 
-def test_a_save_that_is_smaller_than_the_one_before_has_its_own_bytes_alone(tmp_path):
+def test_a_save_that_is_smaller_than_the_one_before_has_only_its_own_bytes(tmp_path):
     small = torch.arange(10.0)
     with Store(tmp_path) as store:
         store.save(1, {"w": torch.ones(5000)}, wait=False)
@@ -217,7 +217,7 @@ def test_load_and_close_wait(tmp_path, disk):
     assert loaded(tmp_path) == (2, 2)
 
 
-def test_a_failed_save_is_told_and_made_good_by_the_next(tmp_path, disk, caplog):
+def test_a_failed_save_is_reported_and_replaced_by_the_next(tmp_path, disk, caplog):
     caplog.set_level(logging.WARNING)
     with Store(tmp_path) as store:
         store.save(1, state_of(1))
@@ -290,7 +290,7 @@ def test_a_step_that_failed_after_its_rename_is_committed_when_it_is_saved_again
         assert store.poll() == [], "a save that is rejected is no failed save"
 
 
-def test_a_copy_that_the_system_refuses_is_a_failed_save(tmp_path, monkeypatch, caplog):
+def test_a_copy_that_the_system_denies_is_a_failed_save(tmp_path, monkeypatch, caplog):
     def refuses(area, layout):
         raise OSError("no memory for so much")  # without a number, and so without strerror
 
@@ -303,7 +303,7 @@ def test_a_copy_that_the_system_refuses_is_a_failed_save(tmp_path, monkeypatch, 
     assert "no memory for so much" in caplog.text
 
 
-def test_memory_that_is_refused_to_prepare_is_left_to_the_save(tmp_path, monkeypatch):
+def test_memory_that_prepare_cannot_get_is_left_to_the_save(tmp_path, monkeypatch):
     def refuses(area, size, for_cuda):
         raise MemoryError
 
@@ -316,7 +316,7 @@ def test_memory_that_is_refused_to_prepare_is_left_to_the_save(tmp_path, monkeyp
     assert loaded(tmp_path) == (1, 1)
 
 
-def test_a_disk_that_is_full_before_the_first_save_is_told(tmp_path, monkeypatch, caplog):
+def test_a_disk_that_is_full_before_the_first_save_is_reported(tmp_path, monkeypatch, caplog):
     with Store(tmp_path) as store:
         with monkeypatch.context() as patched:
             patched.setattr("shutil.disk_usage", lambda path: (10**9, 10**9 - 1000, 1000))
@@ -411,7 +411,7 @@ def test_damage_found_by_retention_is_raised_at_the_next_call(tmp_path, monkeypa
         assert [step for step, _ in store.quarantined] == [2]
 
 
-def test_staging_beyond_its_bound_is_refused(tmp_path):
+def test_staging_beyond_its_bound_is_rejected(tmp_path):
     with Store(tmp_path, staging_gib=2**20 / 2**30) as store:
         with rejects("staging_gib", 2**-10, "size", where="0.0078"):
             store.save(1, state_of(1), wait=False)
@@ -596,7 +596,7 @@ def stage_too_much_on_one_rank(root):
 
 
 @pytest.mark.distributed
-def test_a_bound_of_one_rank_refuses_on_all(tmp_path):
+def test_a_bound_of_one_rank_raises_on_all(tmp_path):
     for error, steps in run_on_ranks(WORLD, stage_too_much_on_one_rank, str(tmp_path)):
         assert_problem(error, "staging_gib", Shown("1e-09"), "size")
         assert error.where == "rank 1"
@@ -612,7 +612,7 @@ def disagree(root):
 
 
 @pytest.mark.distributed
-def test_ranks_that_wait_and_ranks_that_do_not_are_refused(tmp_path):
+def test_a_mix_of_ranks_that_wait_and_do_not_is_rejected(tmp_path):
     for error in run_on_ranks(2, disagree, str(tmp_path)):
         assert_problem(error, "wait", Shown("[True, False]"), "mismatch")
 
@@ -656,7 +656,7 @@ def test_F183_saves_of_two_threads_keep_their_own_tensors(tmp_path):
             assert state["a"].unique().tolist() == [step]
 
 
-def test_F196_a_store_in_a_forked_child_is_refused_by_name(tmp_path):
+def test_F196_a_store_in_a_forked_child_is_rejected_by_name(tmp_path):
     def call():
         for run in (lambda: store.save(2, {"a": 2}), lambda: store.load({"a": 0}), store.wait):
             with rejects("store", str(tmp_path), "forked"):

@@ -156,7 +156,7 @@ def test_as_a_module(root):
     assert "step 10: sound" in run.stdout
 
 
-def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys):
+def test_without_the_extra_one_line_names_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     code, out, err = call(capsys, "ls", ".")
     assert (code, out) == (78, "")

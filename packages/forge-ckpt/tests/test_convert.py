@@ -327,7 +327,7 @@ DOOR = re.compile(r"\b(torch\.load|import pickle|pickletools|Unpickler|weights_o
 
 
 @pytest.mark.slow
-def test_one_door_for_pickles():
+def test_pickles_are_read_in_one_function():
     """Nothing but dcp/ reads pickles, and nothing but the verb convert opens that door."""
     root = Path(forge_ckpt.__file__).parent
     for path in root.rglob("*.py"):
@@ -347,7 +347,7 @@ class Custom:
     pass
 
 
-def test_refusals(tmp_path):
+def test_invalid_arguments_are_rejected(tmp_path):
     state = {"model": {"w": torch.ones(2)}, "loader": {"x": Custom(), "n": 3}}
     dcp.save(state, checkpoint_id=tmp_path / "x", no_dist=True)
     with rejects("step", "x", "missing"):

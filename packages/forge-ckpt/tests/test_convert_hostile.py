@@ -331,7 +331,7 @@ STREAMS = {  # pickles that no pickler writes
 
 
 @pytest.mark.lane("test")
-def test_a_stack_beyond_any_is_refused(source, monkeypatch):
+def test_a_stack_beyond_any_is_rejected(source, monkeypatch):
     monkeypatch.setattr(unpickle, "_MAX_STACK", 5)
     refused(source, "", "stack", ...)
 
@@ -478,7 +478,7 @@ def test_a_hostile_payload_of_an_object(source, kind):
 
 
 @pytest.mark.lane("test")
-def test_a_storage_beyond_its_record_is_refused_whatever_torch_does():
+def test_a_storage_beyond_its_record_is_rejected_whatever_torch_does():
     with rejects("w", 8, "storage", CorruptCheckpoint):
         _check_storage(torch.zeros(2), {4}, "w")
 

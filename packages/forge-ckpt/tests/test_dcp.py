@@ -67,7 +67,7 @@ def test_fsdp_on_one_rank_saves_and_loads_on_either_layout(tmp_path, group):
     assert torch.equal(model[1].bias.full_tensor(), _model(2)[1].bias)
 
 
-def test_replicated_saves_and_partial_is_refused(tmp_path, group):
+def test_replicated_saves_and_partial_is_rejected(tmp_path, group):
     mesh = init_device_mesh("cpu", (1,))
     tensor = distribute_tensor(torch.arange(6.0), mesh, [Replicate()])
     partial = DTensor.from_local(torch.ones(3), mesh, [Partial()])
@@ -133,7 +133,7 @@ def _cause(caught):
     return next(iter(caught.value.failures.values()))[0]
 
 
-def test_other_planners_would_pickle_and_are_refused(tmp_path):
+def test_other_planners_would_pickle_and_are_rejected(tmp_path):
     state = {"a": torch.ones(2), "b": 1}
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state, storage_writer=ForgeWriter(tmp_path / "a"))

@@ -85,7 +85,7 @@ def test_the_manifest_survives_its_own_encoding_with_either(tmp_path):
         assert manifest.encode(manifest.decode(data, "m")) == data
 
 
-def test_without_the_package_a_sound_checkpoint_is_refused_and_not_moved(tmp_path, monkeypatch):
+def test_without_the_package_a_sound_checkpoint_is_rejected_and_not_moved(tmp_path, monkeypatch):
     pytest.importorskip("blake3")
     _save(tmp_path, "blake3")
     monkeypatch.setitem(sys.modules, "blake3", None)
@@ -97,7 +97,7 @@ def test_without_the_package_a_sound_checkpoint_is_refused_and_not_moved(tmp_pat
     assert not (tmp_path / "quarantine").exists()
 
 
-def test_a_digest_that_is_not_here_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_digest_that_is_not_here_is_rejected_before_anything_is_written(tmp_path, monkeypatch):
     with rejects("digest", "md5", "unknown"):
         ForgeWriter(tmp_path / "a", digest="md5")
     monkeypatch.setitem(sys.modules, "blake3", None)

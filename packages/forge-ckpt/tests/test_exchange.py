@@ -119,7 +119,7 @@ def with_other_structures(root):
     return found
 
 
-def test_a_state_of_another_structure_is_planned_anew(tmp_path):
+def test_a_state_of_another_structure_is_planned_again(tmp_path):
     planned = [1, 0, 1, 1, 1, 1, 1, 1, 1]
     wanted = [(count, True, n) for n, count in enumerate(planned, start=1)]
     assert run_on_ranks(2, with_other_structures, str(tmp_path)) == [wanted, wanted]

@@ -143,7 +143,7 @@ def test_F53_missing_file_of_the_newest_does_not_block(root, caplog, name):
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
 @pytest.mark.parametrize("name", ["data-0.bin", "manifest.json"])
-def test_links_pipes_and_directories_are_refused(root, caplog, name, kind):
+def test_links_pipes_and_directories_are_rejected(root, caplog, name, kind):
     path = root / "step-00000200" / name
     aside = path.with_name("aside")
     os.rename(path, aside)
@@ -158,7 +158,7 @@ def test_links_pipes_and_directories_are_refused(root, caplog, name, kind):
 
 
 @pytest.mark.lane("test")
-def test_a_linked_step_directory_is_refused(root, caplog):
+def test_a_linked_step_directory_is_rejected(root, caplog):
     os.rename(root / "step-00000200", root / "elsewhere")
     (root / "step-00000200").symlink_to(root / "elsewhere")
     _falls_back(root, caplog, "", ..., "unreadable")
@@ -247,14 +247,14 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_F97_forged_manifests_are_refused(root, caplog, name):
+def test_F97_forged_manifests_are_rejected(root, caplog, name):
     shutil.copy(root / "step-00000200" / "data-0.bin", root / "outside.bin")
     _forge(root, FORGERIES[name])
     assert len(_falls_back(root, caplog, *PROBLEMS[name])) < 1000
 
 
 @pytest.mark.parametrize("content", ["zeros", "deep"])
-def test_F107_a_manifest_of_a_gigabyte_is_refused_by_its_first_bytes(root, caplog, content):
+def test_F107_a_manifest_of_a_gigabyte_is_rejected_by_its_first_bytes(root, caplog, content):
     path = root / "step-00000200" / "manifest.json"
     if content == "zeros":
         os.truncate(path, 0)
@@ -270,7 +270,7 @@ def test_F107_a_manifest_of_a_gigabyte_is_refused_by_its_first_bytes(root, caplo
 
 
 @pytest.mark.lane("test")
-def test_F107_deep_json_with_a_digest_that_fits_is_refused(root, caplog):
+def test_F107_deep_json_with_a_digest_that_fits_is_rejected(root, caplog):
     body = b'{"format": ' + b"[" * 10**6 + b"]" * 10**6 + b"}"
     digest = hashlib.sha256(body).hexdigest().encode()
     path = root / "step-00000200" / "manifest.json"
@@ -278,7 +278,7 @@ def test_F107_deep_json_with_a_digest_that_fits_is_refused(root, caplog):
     _falls_back(root, caplog, "", ..., "not_json")
 
 
-def test_a_manifest_beyond_any_is_refused_unread(root, caplog, monkeypatch):
+def test_a_manifest_beyond_any_is_rejected_unread(root, caplog, monkeypatch):
     size = os.path.getsize(root / "step-00000200" / "manifest.json")
     _flip(root / "step-00000200" / "data-0.bin", 5)
     monkeypatch.setattr(manifest, "MAX_BYTES", size - 1)
@@ -286,7 +286,7 @@ def test_a_manifest_beyond_any_is_refused_unread(root, caplog, monkeypatch):
         store.verify(200)
 
 
-def test_a_manifest_that_is_cut_while_it_is_read_is_refused(root, monkeypatch):
+def test_a_manifest_that_is_truncated_while_it_is_read_is_rejected(root, monkeypatch):
     def cut(fd, view, offset):
         return read_at(fd, view, offset) - (len(view) > 100)
 

@@ -60,7 +60,7 @@ def test_round_trip_is_bit_equal(case, dtype):
     assert all(t.is_contiguous() for t in (*ours.values(), *back.values()))
 
 
-def test_operations_do_what_they_say():
+def test_operations_do_what_their_names_state():
     row, shapes = CASES["concat_stack_transpose"]
     tensors = {n: _tensor(*s, seed=i) for i, (n, s) in enumerate(shapes.items())}
     ours = dict(to_forge([row], tensors.items()))["experts.gate_up"]
@@ -137,12 +137,12 @@ def test_exported_parts_own_their_memory():
         ("transpose", [("a.w", (5,))], "b.w", ..., "error"),
     ],
 )
-def test_refusals_name_the_tensor(row, tensors, key, value, code):
+def test_errors_name_the_tensor(row, tensors, key, value, code):
     with rejects(key, value, code):
         list(to_forge([CASES[row][0]], [(name, torch.zeros(shape)) for name, shape in tensors]))
 
 
-def test_way_back_refuses_too():
+def test_the_inverse_conversion_rejects_them_too():
     for case, name, shape, value, code in [
         ("rename", "x", (1,), ..., "unknown"),
         ("concat", "l.0.gate_up", (3, 2), (3, 2), "divides"),

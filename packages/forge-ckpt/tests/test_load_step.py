@@ -59,7 +59,7 @@ def damage(path):
 
 
 @pytest.mark.parametrize("name", ["data-0.bin", "manifest.json"])
-def test_a_damaged_step_is_refused_and_no_other_is_taken_for_it(parent, name):
+def test_a_damaged_step_is_rejected_and_not_replaced_by_another(parent, name):
     root, _ = parent
     damage(root / "step-00000006" / name)
     before, model = listing(root), build(0)
@@ -69,7 +69,7 @@ def test_a_damaged_step_is_refused_and_no_other_is_taken_for_it(parent, name):
     assert listing(root) == before, "nothing is moved to quarantine"
 
 
-def test_what_a_check_an_object_or_the_state_refuses(parent):
+def test_a_check_an_object_or_the_state_can_reject_a_step(parent):
     root, _ = parent
 
     class Object:

@@ -399,7 +399,7 @@ def victim(root, tmp_path, monkeypatch):
     [pytest.param(range(300), marks=pytest.mark.lane("ci")), range(300, 4000)],
     ids=str,
 )
-def test_F97_manifests_with_hostile_content_are_refused_or_harmless(victim, seeds, capsys):
+def test_F97_manifests_with_hostile_content_are_rejected_or_harmless(victim, seeds, capsys):
     target = victim / "step-00000002" / "manifest.json"
     table = json.loads(target.read_bytes())["manifest"]
     assert _loaded(victim) == "filled"
@@ -490,7 +490,7 @@ def test_F97_names_and_encodings_that_no_message_can_hold(victim, kind, capsys):
     _refused_at_other_doors(victim, capsys)
 
 
-def test_F97_an_object_in_the_place_of_the_random_states(tmp_path):
+def test_F97_an_object_instead_of_the_random_states(tmp_path):
     with Store(tmp_path) as store:
         store.save(1, {"rng": RNGState()})
         store.save(2, {"rng": 7})
@@ -559,7 +559,7 @@ def _poisoned_if_host(tensor):
     [pytest.param(range(60), marks=pytest.mark.lane("ci")), range(60, 800)],
     ids=str,
 )
-def test_F97_all_ranks_refuse_a_hostile_manifest_or_none_has_a_hole(tmp_path, seeds):
+def test_F97_all_ranks_reject_a_hostile_manifest_or_none_has_a_hole(tmp_path, seeds):
     first, second = run_on_ranks(2, _load_on_ranks, str(tmp_path), seeds, timeout=300)
     assert first == second
     kinds = Counter(kind for _, kind in first)

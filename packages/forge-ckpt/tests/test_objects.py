@@ -76,7 +76,7 @@ def test_negative_zero_keeps_its_sign():
         (OrderedDict(y=torch.ones(1)), "x['y']", "torch.Tensor", "tensor"),
     ],
 )
-def test_the_rest_is_refused_by_place_and_type(value, key, kind, code):
+def test_other_objects_are_rejected_by_path_and_type(value, key, kind, code):
     with rejects(key, kind, code):
         codec.encode(value, "x")
 
@@ -90,7 +90,7 @@ def test_the_rest_is_refused_by_place_and_type(value, key, kind, code):
         ({"$": "ndarray", "v": ["object", [0], ""]}, "dtype", "object", "not_numbers"),
     ],
 )
-def test_unknown_tags_are_refused(bad, key, value, code):
+def test_unknown_tags_are_rejected(bad, key, value, code):
     with rejects(key, value, code):
         codec.decode(bad)
 
@@ -105,12 +105,12 @@ def test_an_array_without_numpy_is_no_damage(monkeypatch):
     ("path", "value", "code"),
     [(3, 3, "type"), ([], [], "type"), (["a", ["list", -1]], ["list", -1], "step")],
 )
-def test_paths_that_were_not_written_are_refused(path, value, code):
+def test_paths_that_were_not_written_are_rejected(path, value, code):
     with rejects("path", value, code):
         codec.path_from_json(path)
 
 
-def test_numpy_arrays_are_tagged_and_scalars_refused():
+def test_numpy_arrays_are_tagged_and_scalars_rejected():
     numpy = pytest.importorskip("numpy")
     state = numpy.random.RandomState(3).get_state()
     back = codec.decode(json.loads(codec.dumps(codec.encode(state, "x"))))
@@ -135,11 +135,11 @@ def test_leaves_are_tensors_and_largest_subtrees_without():
     assert rebuilt == state
 
 
-def test_two_leaves_of_one_name_are_refused():
+def test_two_leaves_of_one_name_are_rejected():
     with rejects("a.b.c", ..., "duplicate"):
         codec.flatten({"a": {"b.c": torch.zeros(1), "b": {"c": torch.zeros(1)}}})
 
 
-def test_a_key_of_another_type_above_a_tensor_is_refused():
+def test_a_key_of_another_type_above_a_tensor_is_rejected():
     with rejects("a", "float", "key"):
         codec.flatten({"a": {1.5: torch.zeros(1)}})

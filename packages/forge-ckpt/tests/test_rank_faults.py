@@ -248,7 +248,7 @@ def full_disk(root, victim, limit):
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("victim", range(WORLD))
 @pytest.mark.parametrize("limit", [0, 100])
-def test_a_full_disk_of_one_rank_and_nobody_commits(root, victim, limit):
+def test_a_full_disk_of_one_rank_and_no_rank_commits(root, victim, limit):
     for result, steps, there, loaded, found, names in run_on_ranks(
         WORLD, full_disk, str(root), victim, limit
     ):
@@ -280,7 +280,7 @@ def raises_on(root, victim, error):
     ("error", "kind", "text"),
     [(ValueError("no"), "ValueError", "no"), (MemoryError("x"), "RuntimeError", "MemoryError: x")],
 )
-def test_an_exception_of_one_rank_is_everybodys(root, victim, error, kind, text):
+def test_an_exception_of_one_rank_is_raised_on_all(root, victim, error, kind, text):
     results = run_on_ranks(WORLD, raises_on, str(root), victim, error)
     for rank, (result, steps) in enumerate(results):
         own = rank == victim and kind == "RuntimeError"
@@ -315,7 +315,7 @@ REFUSALS = [
 ]
 
 
-def test_arguments_that_do_not_fit_together_are_refused_by_all(root):
+def test_arguments_that_do_not_fit_together_are_rejected_by_all(root):
     results = run_on_ranks(WORLD, refusals, str(root))
     for errors, (key, shown, code, where) in zip(zip(*results), REFUSALS, strict=True):
         assert len({str(error) for error in errors}) == 1
@@ -349,7 +349,7 @@ def tensors_of_ranks(root):
     return results
 
 
-def test_F184_what_differs_between_ranks_is_refused_before_a_byte_is_written(root):
+def test_F184_differences_between_ranks_are_rejected_before_a_byte_is_written(root):
     before = sorted(os.listdir(root))
     for results in zip(*run_on_ranks(WORLD, tensors_of_ranks, str(root))):
         assert len({str(result) for result in results}) == 1
@@ -450,7 +450,7 @@ def slow_commit(root, signals):
 
 
 @pytest.mark.slow
-def test_nobody_returns_before_the_commit(root, tmp_path):
+def test_no_rank_returns_before_the_commit(root, tmp_path):
     assert run_on_ranks(WORLD, slow_commit, str(root), str(tmp_path / "signals")) == [True] * WORLD
 
 
@@ -463,7 +463,7 @@ def open_and_raise(root, elsewhere):
     return raised(lambda: Store(elsewhere if dist.get_rank() == 1 else root))
 
 
-def test_a_directory_in_use_is_refused_by_all(root):
+def test_a_directory_in_use_is_rejected_by_all(root):
     with Store(root):
         results = run_on_ranks(WORLD, open_it, str(root))
         assert [kind for kind, _ in results] == [StoreInUse.__name__] * WORLD
@@ -471,7 +471,7 @@ def test_a_directory_in_use_is_refused_by_all(root):
     assert run_on_ranks(WORLD, open_it, str(root)) == [None] * WORLD
 
 
-def test_a_path_that_ranks_do_not_share_is_refused(root, tmp_path):
+def test_a_path_that_ranks_do_not_share_is_rejected(root, tmp_path):
     (tmp_path / "mine").mkdir()
     elsewhere = str(tmp_path / "mine")
     for error in run_on_ranks(WORLD, open_and_raise, str(root), elsewhere):

@@ -104,7 +104,7 @@ def test_small_tensors_read_one_by_one_cost_each_block_once(tmp_path, counts):
     assert len(counts["reads"]) == 3
 
 
-def test_blocks_of_neighbouring_tensors_are_read_into_place(tmp_path, monkeypatch):
+def test_blocks_of_adjacent_tensors_are_read_into_place(tmp_path, monkeypatch):
     """No scratch block, so no second copy, whatever the sizes of the small tensors."""
     sizes = [3, reader._LARGE // 4 - 5, 1, *[50_001] * 30, 17]
     state = {f"w{i}": torch.randn(size) for i, size in enumerate(sizes)}
@@ -134,7 +134,7 @@ def test_a_load_opens_one_pool_and_few_of_many_files(tmp_path, counts):
     assert (counts["pools"], counts["open"], counts["most_open"]) == (2, 0, 4)
 
 
-def test_the_arena_holds_every_span_once_and_nothing_else(tmp_path):
+def test_the_arena_holds_each_span_exactly_once(tmp_path):
     generator = random.Random(0)
     content = {f"data-{i}.bin": generator.randbytes(50_000) for i in range(3)}
     for case in range(16):

@@ -95,7 +95,7 @@ def test_a_value_counts_only_with_its_save():
         ("milestones", "math:pi", "type"),
     ],
 )
-def test_refuses_a_wrong_rule(key, value, code):
+def test_a_wrong_rule_is_rejected(key, value, code):
     with rejects(key, value, code):
         Keep(**{key: value})
 

@@ -110,7 +110,7 @@ def load_sharded(path):
 
 
 @pytest.mark.distributed
-def test_a_model_is_filled_whole_and_in_shards(tmp_path):
+def test_a_model_is_filled_unsharded_and_in_shards(tmp_path):
     save_hf(tmp_path / "out", ROWS, state(2), max_shard_bytes=500)
     model = Model()
     load_hf(tmp_path / "out", ROWS, model)
@@ -134,7 +134,7 @@ def load_twice_cut(path):
 
 
 @pytest.mark.distributed
-def test_a_parameter_that_is_cut_twice_is_filled(tmp_path):
+def test_a_parameter_that_is_sharded_twice_is_filled(tmp_path):
     whole = {"rows.weight": torch.arange(60.0).view(10, 6), "columns.weight": torch.randn(10, 6)}
     rows = [("a", "rows.weight", ()), ("b", "columns.weight", ())]
     save_hf(tmp_path / "out", rows, whole)
@@ -142,7 +142,7 @@ def test_a_parameter_that_is_cut_twice_is_filled(tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(found, whole.values()))
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_changes(tmp_path):
+def test_a_model_that_does_not_fit_is_rejected_before_it_changes(tmp_path):
     wrong = {**state(2), "embedding.weight": torch.zeros(12, 8)}
     del wrong["count"]
     save_hf(tmp_path / "out", ROWS, wrong)
@@ -338,7 +338,7 @@ def test_a_hostile_header_is_one_line_with_file_and_rule(tmp_path, case):
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_fuzzed_headers_are_refused_or_harmless(tmp_path):
+def test_fuzzed_headers_are_rejected_or_harmless(tmp_path):
     """A byte of the header becomes another: a line that names the file, or tensors inside the file."""
     save_hf(tmp_path / "out", ROWS, state(2))
     path = tmp_path / "out" / "model.safetensors"
@@ -450,7 +450,7 @@ def test_F139_tensors_are_compared_by_their_bytes(tmp_path, monkeypatch):
     assert [folder.same("a", name) for name in "abcde"] == [True, True, False, False, False]
 
 
-def test_folders_without_safetensors_are_refused(tmp_path):
+def test_folders_without_safetensors_are_rejected(tmp_path):
     with rejects("path", str(tmp_path), "missing"):
         HFFolder(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
@@ -460,7 +460,7 @@ def test_folders_without_safetensors_are_refused(tmp_path):
         HFFolder(tmp_path / "pytorch_model.bin")
 
 
-def test_a_file_beyond_any_index_or_that_shrinks_is_refused(tmp_path, monkeypatch):
+def test_a_file_beyond_any_index_or_that_shrinks_is_rejected(tmp_path, monkeypatch):
     save_hf(tmp_path, ROWS, state(1))
     folder, path = HFFolder(tmp_path), tmp_path / "model.safetensors"
     last = max(folder.entries, key=lambda name: folder.entries[name].start)
@@ -473,7 +473,7 @@ def test_a_file_beyond_any_index_or_that_shrinks_is_refused(tmp_path, monkeypatc
         read_json(tmp_path / "config.json")
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path):
+def test_models_that_cannot_be_exported_are_rejected(tmp_path):
     with Store(tmp_path / "store") as store:
         store.save(1, {"model": torch.zeros(2)})
     with rejects("prefix", "ema.", "not_found"):

@@ -45,7 +45,7 @@ def stages() -> tuple[nn.Module, nn.ModuleDict, nn.ModuleDict]:
     return whole, *parts
 
 
-def test_a_number_that_was_saved_as_another_type_is_refused() -> None:
+def test_a_number_that_was_saved_as_another_type_is_rejected() -> None:
     whole, *_ = stages()
     named = NamedState.of(Named(whole, 3.0), whole, tensor_names(whole))
     state = {name: dict(slots) for name, slots in named.state_dict().items()}
@@ -54,7 +54,7 @@ def test_a_number_that_was_saved_as_another_type_is_refused() -> None:
         named.load_checks(state)
 
 
-def test_each_stage_loads_its_tensors_of_a_checkpoint_of_the_whole(tmp_path: Path) -> None:
+def test_each_stage_loads_its_tensors_of_a_checkpoint_of_the_full_model(tmp_path: Path) -> None:
     whole, *parts = stages()
     names = tensor_names(whole)
     assert names == {*whole.state_dict()}

@@ -158,7 +158,7 @@ def _inference():
 @pytest.mark.parametrize(
     ("make", "value", "code"), [(_expanded, (5, 3), "expanded"), (_inference, ..., "inference")]
 )
-def test_a_tensor_that_cannot_be_filled_is_refused_before_another_is(tmp_path, make, value, code):
+def test_a_tensor_that_cannot_be_filled_is_rejected_before_another_is(tmp_path, make, value, code):
     with Store(tmp_path) as store:
         store.save(1, {"m": {"first": torch.ones(3), "odd": torch.ones(5, 3)}})
         state = {"m": {"first": torch.zeros(3), "odd": make()}}
@@ -286,7 +286,7 @@ def test_another_state_is_a_mismatch_and_nothing_moves(tmp_path, state, key, val
     assert (caught.value.key, caught.value.code) == ("", "state")
 
 
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
+def test_states_that_cannot_be_saved_are_rejected_before_anything_is_written(tmp_path):
     with Store(tmp_path) as store:
         linear = "torch.nn.modules.linear.Linear"
         for bad, key, value, code in [
@@ -327,7 +327,7 @@ def nested(layout):
     return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
 
 
-def test_F196_odd_states_are_refused_by_name_and_are_no_failed_saves(tmp_path, caplog):
+def test_F196_odd_states_are_rejected_by_name_and_are_no_failed_saves(tmp_path, caplog):
     one = torch.zeros(1)
     cases = [
         (cyclic(), "x", ..., "depth"),
@@ -370,7 +370,7 @@ def test_F196_odd_states_are_refused_by_name_and_are_no_failed_saves(tmp_path, c
         (lambda: masked((3, 4)), "masked"),
     ],
 )
-def test_F196_targets_that_are_not_dense_are_refused_by_name(tmp_path, make, value):
+def test_F196_targets_that_are_not_dense_are_rejected_by_name(tmp_path, make, value):
     with Store(tmp_path) as store:
         store.save(1, {"x": {"first": torch.ones(2), "n": torch.ones(3, 4)}})
         state = {"x": {"first": torch.zeros(2), "n": make()}}
@@ -446,7 +446,7 @@ def test_F54_the_same_step_twice(tmp_path):
     assert (tmp_path / "quarantine" / "step-00000001-0").is_dir()
 
 
-def test_a_second_writer_is_told_who_writes(tmp_path):
+def test_the_error_of_a_second_writer_names_the_first(tmp_path):
     with Store(tmp_path) as store:
         store.save(1, {"v": 1})
         with rejects("path", str(tmp_path), "in_use", StoreInUse, where=f" pid {os.getpid()} "):
@@ -461,7 +461,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
         store.load({"v": 0})
 
 
-def test_a_file_system_without_flock_says_so(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_flock_is_an_error(tmp_path, monkeypatch, caplog):
     import errno
     import fcntl
 
@@ -561,7 +561,7 @@ def test_paths_that_cannot_be_a_store(tmp_path):
         ("manifest.json", "ForgeReader"),
     ],
 )
-def test_F110_a_directory_of_another_format_says_what_it_is(tmp_path, file, call):
+def test_F110_the_error_names_the_format_of_a_foreign_directory(tmp_path, file, call):
     (tmp_path / file).write_bytes(b"x")
     for read_only in (False, True):
         with rejects("path", str(tmp_path), "foreign", where=file) as caught:
@@ -574,7 +574,7 @@ def test_F110_a_directory_of_another_format_says_what_it_is(tmp_path, file, call
 
 
 @pytest.mark.parametrize("name", ["int1", "int4", "int7", "uint2", "uint4", "bits8", "bits1x8"])
-def test_F110_dtypes_without_a_size_are_refused_by_name(tmp_path, name):
+def test_F110_dtypes_without_a_size_are_rejected_by_name(tmp_path, name):
     tensor = torch.zeros(4, dtype=torch.uint8).view(getattr(torch, name))
     with Store(tmp_path) as store, rejects("x.a", tensor.dtype, "dtype"):
         store.save(1, {"x": {"a": tensor}})
@@ -619,7 +619,7 @@ def test_no_warnings_of_torch_reach_the_user(tmp_path):
         store.load({"v": torch.zeros(1)})
 
 
-def test_a_reader_beside_a_writer_follows_it(tmp_path, monkeypatch):
+def test_a_reader_follows_a_concurrent_writer(tmp_path, monkeypatch):
     with Store(tmp_path, keep_last=1) as writer, Store(tmp_path, read_only=True) as reader:
         writer.save(1, {"v": 1})
         read, state = reader._read, {"v": 0}
@@ -649,7 +649,7 @@ class Partly:
         return {name: value for name, value in self.tensors.items() if (name,) in saved}
 
 
-def test_an_object_says_what_the_saved_paths_can_fill(tmp_path):
+def test_an_object_lists_what_the_saved_paths_can_fill(tmp_path):
     with Store(tmp_path) as store:
         old = Partly("a")
         old.tensors["a"].fill_(3.0)
@@ -665,7 +665,7 @@ def test_an_object_says_what_the_saved_paths_can_fill(tmp_path):
         assert more.loaded == set()
 
 
-def test_the_best_and_the_milestones_are_kept_over_lives(tmp_path):
+def test_the_best_and_the_milestones_are_kept_over_restarts(tmp_path):
     keep = Keep(last=2, best="val_loss", milestones=lambda step: step == 3)
     values = {1: 5.0, 2: 2.0, 4: 4.0, 6: 3.0}  # others have none and do not compete
     for steps in ([1, 2, 3], [4, 5, 6, 7]):
@@ -681,7 +681,7 @@ def test_the_best_and_the_milestones_are_kept_over_lives(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10**400, "1", None, True])
-def test_metrics_that_are_no_numbers_are_refused(tmp_path, value):
+def test_metrics_that_are_no_numbers_are_rejected(tmp_path, value):
     with Store(tmp_path) as store:
         with rejects("metrics.val_loss", value, "finite"):
             store.save(1, {"x": torch.ones(3)}, metrics={"val_loss": value})

@@ -41,7 +41,7 @@ def save(root, step=3):
 @pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 4])
-def test_tensors_are_whole_whatever_layout_saved_them(tmp_path, world):
+def test_tensors_are_unsharded_whatever_layout_saved_them(tmp_path, world):
     run_on_ranks(world, save, str(tmp_path))
     found = dict(read_tensors(tmp_path))
     wanted = {f"model.{name}": tensor for name, tensor in tensors().items()}
@@ -88,13 +88,13 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path):
         (lambda root: (root / "a.safetensors").touch() or root, "foreign"),
     ],
 )
-def test_a_path_without_tensors_is_refused(tmp_path, make, code):
+def test_a_path_without_tensors_is_rejected(tmp_path, make, code):
     path = make(tmp_path)
     with rejects("path", str(path), code):
         list(read_tensors(path))
 
 
-def test_patterns_without_tensors_are_refused(tmp_path):
+def test_patterns_without_tensors_are_rejected(tmp_path):
     save(tmp_path)
     with rejects("patterns", ["optimizer.*"], "unmatched"):
         list(read_tensors(tmp_path, ["optimizer.*"]))

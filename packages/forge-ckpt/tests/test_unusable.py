@@ -199,7 +199,7 @@ def test_F102_a_load_state_dict_that_raises_falls_back_over_what_changed(tmp_pat
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_F102_an_object_that_refuses_every_checkpoint_is_the_fault_and_nothing_moves(
+def test_F102_an_object_that_rejects_every_checkpoint_is_the_fault_and_nothing_moves(
     tmp_path, steps
 ):
     with Store(tmp_path) as store:
@@ -240,7 +240,7 @@ def test_F102_a_class_of_the_objects_own_is_its_callers_and_raised_at_once(tmp_p
         assert store.steps() == [1, 2]
 
 
-def test_groups_that_are_not_those_of_the_optimizer_are_refused():
+def test_groups_that_are_not_those_of_the_optimizer_are_rejected():
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).named_parameters())
     with rejects("param_groups", ..., "type"):
         check_object(optimizer, "o", {"groups": []})
@@ -249,14 +249,14 @@ def test_groups_that_are_not_those_of_the_optimizer_are_refused():
         check_object(optimizer, "o", saved)
 
 
-def test_a_cuda_state_that_is_too_short_is_refused():
+def test_a_cuda_state_that_is_too_short_is_rejected():
     saved = RNGState().state_dict()
     saved["streams"][0]["cuda"] = {0: torch.zeros(8, dtype=torch.uint8)}
     with rejects("cuda", 8, "length"):
         RNGState().load_checks(saved)
 
 
-def test_an_optimizer_over_fewer_parameters_is_refused_before_the_model_changed(tmp_path):
+def test_an_optimizer_over_fewer_parameters_is_rejected_before_the_model_changed(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()

@@ -119,14 +119,14 @@ def test_cat_prints_what_was_saved(tmp_path, capsys):
         (["model.w", "--step", "3"], "step", 3, "not_found"),
     ],
 )
-def test_cat_refuses(tmp_path, capsys, arguments, key, value, code):
+def test_cat_rejects_wrong_arguments(tmp_path, capsys, arguments, key, value, code):
     arguments = ["cat", saved(tmp_path, 1), *arguments]
     assert call(capsys, *arguments)[0] == 78
     with rejects(key, value, code):
         run(*arguments)
 
 
-def test_cat_reads_the_blocks_of_its_part_alone(tmp_path, capsys):
+def test_cat_reads_only_the_blocks_of_its_part(tmp_path, capsys):
     with Store(tmp_path) as store:
         store.save(1, {"w": torch.arange(4 * 2**20, dtype=torch.float32).view(4, -1)})
     with open(tmp_path / "step-00000001" / "data-0.bin", "r+b") as file:
@@ -214,7 +214,7 @@ def test_average_is_the_mean_in_float64(tmp_path, capsys):
         assert state["cursor"]["at"] == 3
 
 
-def test_average_refuses(tmp_path, capsys):
+def test_average_rejects_wrong_arguments(tmp_path, capsys):
     a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, w=torch.ones(2))
     out = ["--out", tmp_path / "o"]
     here = Shown("(5, 7) torch.float32")
@@ -268,7 +268,7 @@ def test_reshard_of_columns(tmp_path, capsys):
         assert torch.equal(tensor, torch.arange(42.0).view(6, 7)), name
 
 
-def test_reshard_refuses(tmp_path, capsys):
+def test_reshard_rejects_wrong_arguments(tmp_path, capsys):
     arguments = ["reshard", saved(tmp_path / "a", 4), tmp_path / "o", "--ranks", 0]
     assert call(capsys, *arguments)[0] == 78
     with rejects("ranks", 0, "range"):
@@ -366,7 +366,7 @@ def test_prune(history, capsys, arguments, kept):
     assert not [name for name in os.listdir(history) if ".tmp-" in name]
 
 
-def test_prune_removes_nothing_beside_a_damaged_newest(history, capsys):
+def test_prune_removes_nothing_when_the_newest_is_damaged(history, capsys):
     with open(history / "step-00000011" / "data-0.bin", "r+b") as file:
         file.write(b"\xff")
     assert call(capsys, "prune", history, "--last", 1)[0] == 66
@@ -378,7 +378,7 @@ def test_prune_removes_nothing_beside_a_damaged_newest(history, capsys):
 
 
 @pytest.mark.slow
-def test_prune_refuses(history, capsys):
+def test_prune_rejects_wrong_arguments(history, capsys):
     script = f"""
         import sys
         from forge_ckpt import Store
@@ -432,7 +432,7 @@ def test_convert_both_ways(tmp_path, capsys):
     assert code == 78
 
 
-def test_bars_on_a_terminal_alone(tmp_path, capsys, monkeypatch):
+def test_bars_only_on_a_terminal(tmp_path, capsys, monkeypatch):
     from rich.console import Console
 
     monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
@@ -480,7 +480,7 @@ def test_F197_elements_that_differ_are_counted_in_all_slabs(monkeypatch, slab):
     assert compare._distance(a, b.double()) == (3, 2.0, 1.0)
 
 
-def test_F149_stores_and_arguments_begin_at_home(tmp_path, monkeypatch, capsys):
+def test_F149_a_tilde_is_expanded_in_stores_and_arguments(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     with Store("~/a[1]") as store:
         store.save(1, {"w": torch.ones(2)})

@@ -50,7 +50,7 @@ def same(a, b, names):
     return all(torch.equal(a[name], b[name]) for name in names)
 
 
-def test_a_whole_model(saved):
+def test_a_full_model(saved):
     root, wanted = saved
     for path in (root, root / "step-00000004"):
         model = Net(seed=1)
@@ -97,7 +97,7 @@ def test_other_dtypes_are_cast_and_tied_tensors_stay_tied(tmp_path):
     assert other.head.weight is other.body[0].weight
 
 
-def test_refusals(saved):
+def test_invalid_arguments_are_rejected(saved):
     root, _ = saved
     for patterns, model in ((["!*"], Net()), (["*"], nn.Sequential(nn.Linear(5, 7)))):
         with rejects("patterns", patterns, "nothing", where="'body.0.weight'"):
@@ -112,7 +112,7 @@ def test_refusals(saved):
         load_weights(root / "none", Net())
 
 
-def test_exclusions_alone_take_the_rest(saved):
+def test_only_exclusions_select_the_rest(saved):
     root, wanted = saved
     model = Net(classes=10, seed=1)
     assert load_weights(root, model, ["!head.*"]) == WeightsReport(BODY, HEAD, HEAD)
@@ -127,7 +127,7 @@ def test_exclusions_alone_take_the_rest(saved):
         (["body.*", "adapter.*"], ""),
     ],
 )
-def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(saved, patterns, wanted):
+def test_a_pattern_that_matches_nothing_is_rejected_with_the_nearest_name(saved, patterns, wanted):
     model = Net(extra=True, seed=1)
     before = values(model)
     with rejects("patterns", patterns[1], "unmatched") as caught:
@@ -136,7 +136,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(saved, 
     assert same(values(model), before, before)
 
 
-def test_a_match_says_before_anything_is_built_what_a_load_would_do(saved):
+def test_a_match_lists_what_a_load_would_do_before_anything_is_built(saved):
     root, _ = saved
     with torch.device("meta"):
         model, other = Net(extra=True), Net(classes=10)
@@ -160,7 +160,7 @@ def test_a_report_names_the_tensors_that_only_one_has():
     assert "b8" not in many
 
 
-def test_a_part_of_a_model_has_the_report_of_the_whole(saved):
+def test_a_submodule_has_the_report_of_the_full_model(saved):
     root, wanted = saved
     body, head = nn.Module(), nn.Module()
     body.body, head.head = Net(seed=1).body, Net(seed=1).head

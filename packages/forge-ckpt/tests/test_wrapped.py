@@ -70,7 +70,7 @@ def test_F115_what_a_wrapper_holds_is_saved_and_filled(tmp_path):
         assert torch.equal(again["x"][name].held, wanted)
 
 
-def test_F115_memory_that_is_not_there_is_refused_by_name(tmp_path):
+def test_F115_memory_that_is_not_there_is_rejected_by_name(tmp_path):
     with rejects("tensor", (2,), "memory", where="Wrapper"):
         byte_view(Wrapper(torch.ones(2)))
     with rejects("", "Two", "subclass"):

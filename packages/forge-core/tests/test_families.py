@@ -67,7 +67,7 @@ def test_every_family_is_found_by_its_model_type() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", 0.5, "unsupported"),
     ],
 )
-def test_what_cannot_be_represented_is_refused_by_name(
+def test_settings_that_cannot_be_represented_are_rejected_by_name(
     keys: dict, key: str, value: object, code: str
 ) -> None:
     for family in (LLAMA, QWEN2, QWEN3):
@@ -98,7 +98,7 @@ def test_all_problems_in_one_message() -> None:
     assert len(caught.value.problems) == 8  # and five keys more
 
 
-def test_config_that_a_family_cannot_express_is_refused() -> None:
+def test_config_that_a_family_cannot_express_is_rejected() -> None:
     with rejects("norm", "layer_norm", "family", where="llama: "):
         LLAMA.config_to_hf(TransformerConfig(8, norm="layer_norm"))
     with rejects("qkv_bias", False, "family", where="qwen2: "):
@@ -182,13 +182,13 @@ CHANGES = {
     [(f, k) for f in (LLAMA, MISTRAL) for k in CHANGES if (f, k) != (MISTRAL, "sliding_window")],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_F98_a_key_that_may_change_the_function_is_refused(family: Family, key: str) -> None:
+def test_F98_a_key_that_may_change_the_function_is_rejected(family: Family, key: str) -> None:
     hf = {**HF, "sliding_window": None, key: CHANGES[key]}
     with rejects(key, CHANGES[key], "unknown_key", where=f"{family.name}: "):
         family.config_from_hf(hf)
 
 
-def test_F98_unknown_rotary_keys_are_refused_and_null_says_nothing() -> None:
+def test_F98_unknown_rotary_keys_are_rejected_unless_null() -> None:
     with rejects("rope_scaling.mrope_section", [1, 2], "unknown_key", where="llama: "):
         LLAMA.config_from_hf({**HF, "rope_scaling": {"type": "default", "mrope_section": [1, 2]}})
     nothing = {**dict.fromkeys(CHANGES), "rope_interleaved": False, "torch_dtype": "bfloat16"}
@@ -197,7 +197,7 @@ def test_F98_unknown_rotary_keys_are_refused_and_null_says_nothing() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2.5, True, None, "8", 0, -1, [8]])
 @pytest.mark.parametrize("key", HF)
-def test_F98_a_size_is_a_whole_number(key: str, value: object) -> None:
+def test_F98_a_size_is_an_integer(key: str, value: object) -> None:
     if key == "num_key_value_heads" and value is None:
         return  # as many as query heads
     with rejects(key, value, "type", where="llama: ") as caught:
@@ -223,7 +223,7 @@ def test_F98_a_size_is_a_whole_number(key: str, value: object) -> None:
         ),
     ],
 )
-def test_F98_a_value_of_another_kind_is_refused(keys: dict, key: str, value: object) -> None:
+def test_F98_a_value_of_another_kind_is_rejected(keys: dict, key: str, value: object) -> None:
     with rejects(key, value, "type", where="llama: "):
         LLAMA.config_from_hf({**HF, **keys})
 
@@ -310,7 +310,7 @@ def test_latent_attention_of_deepseek() -> None:
         ),
     ],
 )
-def test_what_latent_attention_cannot_hold_is_refused(
+def test_settings_that_latent_attention_cannot_hold_are_rejected(
     change: dict, key: str, value: object, code: str
 ) -> None:
     with rejects(key, value, code):
@@ -362,7 +362,7 @@ def test_layers_of_gpt_oss() -> None:
         ("attention_bias", "x", "x", "type"),
     ],
 )
-def test_what_gpt_oss_cannot_hold_is_refused(
+def test_settings_that_gpt_oss_cannot_hold_are_rejected(
     key: str, given: object, value: object, code: str
 ) -> None:
     with rejects(key, value, code, where="gpt_oss: "):
@@ -371,7 +371,7 @@ def test_what_gpt_oss_cannot_hold_is_refused(
         GPT_OSS.config_to_hf(TransformerConfig(8, qkv_bias=True, o_bias=True))
 
 
-def test_a_family_is_found_by_model_type_or_refused() -> None:
+def test_a_family_is_found_by_model_type_or_rejected() -> None:
     assert all(find_family({"model_type": name}) is family for name, family in FAMILIES.items())
     for name in ("gpt2", None):
         with rejects("model_type", name, "unknown", where="llama, "):

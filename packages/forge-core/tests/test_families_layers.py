@@ -87,7 +87,9 @@ def test_gemma_as_transformers_4_wrote_it() -> None:
         ("sliding_window", "4", "type", "4"),
     ],
 )
-def test_gemma_refuses(key: str, value: object, code: str, given: object) -> None:
+def test_settings_that_gemma_cannot_hold_are_rejected(
+    key: str, value: object, code: str, given: object
+) -> None:
     with rejects(key, value, code, where="gemma3_text: "):
         GEMMA3.config_from_hf({**HF, key.partition(".")[0]: given})
 
@@ -192,7 +194,7 @@ def test_F220_full_layers_of_mistral_have_no_window() -> None:
             MISTRAL.config_from_hf({**HF, "sliding_window": 4, "layer_types": types})
 
 
-def test_fused_tensors_of_phi_are_cut_by_its_heads() -> None:
+def test_fused_tensors_of_phi_are_split_by_its_heads() -> None:
     config = PHI3.config_from_hf({**HF, "partial_rotary_factor": 0.5, "sliding_window": 4})
     assert (config.rotary_dim, config.attention) == (4, AttentionSpec(window=4))
     qkv, gate_up = PHI3.rows_of(config)[len(PHI3.rows) :]
@@ -211,7 +213,7 @@ def test_fused_tensors_of_phi_are_cut_by_its_heads() -> None:
         PHI3.config_to_hf(TransformerConfig(8, qkv_bias=True))
 
 
-def test_others_refuse_what_these_have() -> None:
+def test_other_families_reject_settings_of_these() -> None:
     with rejects("layer_pattern", ("nope",), "family", where="llama: ") as caught:
         LLAMA.config_to_hf(
             TransformerConfig(

@@ -124,7 +124,7 @@ def test_a_loss_is_given_the_hidden_states_and_the_weight() -> None:
         assert torch.equal(model(tokens, then=inside), inner)
 
 
-def test_a_head_of_ones_own_by_its_name_of_0_1_is_rejected() -> None:
+def test_a_custom_head_by_its_name_of_0_1_is_rejected() -> None:
     with rejects("Own.head", ..., "renamed"):
         type("Own", (Transformer,), {"head": lambda self, x: x})
 

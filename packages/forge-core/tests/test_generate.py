@@ -63,7 +63,7 @@ def test_greedy_equals_full_forwards_for_32_tokens(options: dict) -> None:
     assert len({tuple(w) for w in wanted}) == 3
 
 
-def test_a_row_does_not_depend_on_its_neighbours() -> None:
+def test_a_sequence_does_not_depend_on_its_neighbors() -> None:
     model, sampling = small(), SamplingConfig(temperature=1.5, top_k=20, top_p=0.95, seed=4)
     together = generate(model, PROMPTS, 20, sampling)
     assert torch.equal(generate(model, PROMPTS[:1], 20, sampling)[0], together[0])
@@ -222,7 +222,7 @@ def test_samples_follow_the_distribution() -> None:
 
 
 @pytest.mark.lane("quick")
-def test_top_k_and_top_p_keep_what_they_say() -> None:
+def test_top_k_and_top_p_keep_k_tokens_and_p_probability() -> None:
     logits = torch.tensor([0.1, 0.4, 0.15, 0.35]).log()
     assert set(draw(logits, 500, top_k=2)) == {1, 3}
     assert set(draw(logits, 500, top_k=99)) == {0, 1, 2, 3}
@@ -283,7 +283,7 @@ def test_a_penalty_counts_what_a_row_holds_and_not_its_padding() -> None:
         assert len({*prompt, *row}) == len({*prompt}) + 20
 
 
-def test_refusals_come_before_anything_runs() -> None:
+def test_wrong_arguments_raise_before_anything_runs() -> None:
     model = small().train()
     with rejects("max_new_tokens", 0, "range"):
         generate_stream(model, PROMPTS, 0)

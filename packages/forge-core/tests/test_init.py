@@ -32,7 +32,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"norm": "layer_norm"}])
-def test_F01_every_parameter_is_initialised_from_poisoned_storage(options: dict) -> None:
+def test_F01_every_parameter_is_initialized_from_poisoned_storage(options: dict) -> None:
     plain = build(**options)
     initialize(plain, 7)
     with torch.device("meta"):
@@ -49,7 +49,7 @@ def test_F01_every_parameter_is_initialised_from_poisoned_storage(options: dict)
     assert loss.isfinite()
 
 
-def test_constructor_initialises_with_seed_zero() -> None:
+def test_constructor_initializes_with_seed_zero() -> None:
     model, other = build(), build()
     initialize(other, 0)
     assert same(model, other)
@@ -71,7 +71,7 @@ def test_statistics() -> None:
             assert abs(parameter.mean().item()) < 0.1 * std, name
 
 
-def test_a_parameter_depends_on_its_name_alone() -> None:
+def test_a_parameter_depends_only_on_its_name() -> None:
     """Neither depth, nor other parameters, nor the default dtype or device of the caller enter."""
     deep, shallow = build(num_layers=3, tie_embeddings=True), build(num_layers=2)
     assert torch.equal(
@@ -85,7 +85,7 @@ def test_a_parameter_depends_on_its_name_alone() -> None:
     assert torch.equal(low.lm_head.weight, shallow.lm_head.weight.bfloat16())
 
 
-def test_strangers_bring_a_table_of_plain_data() -> None:
+def test_other_models_give_a_table_of_plain_data() -> None:
     class Stranger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -105,7 +105,7 @@ def test_strangers_bring_a_table_of_plain_data() -> None:
     assert not stranger.inner.bias.any()
 
 
-def test_refusals_name_the_parameter() -> None:
+def test_errors_name_the_parameter() -> None:
     model = nn.Module()
     model.block = nn.Module()
     model.block.scale = nn.Parameter(torch.ones(2))
@@ -128,7 +128,7 @@ def test_refusals_name_the_parameter() -> None:
         initialize(meta, 0)
 
 
-def test_a_part_of_a_model_is_filled_as_the_whole_is() -> None:
+def test_a_submodule_is_filled_as_in_the_full_model() -> None:
     """A table at the root names what another part has; a name that nobody has is still a mistake."""
     parts = {"before": nn.Linear(8, 8), "behind": nn.Linear(8, 8)}
     whole = nn.ModuleDict(parts)
@@ -269,7 +269,7 @@ print("equal")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
-def test_F122_a_shard_is_a_slice_of_the_whole_without_communication(
+def test_F122_a_shard_is_a_slice_of_the_full_tensor_without_communication(
     rank: int, tmp_path: Path
 ) -> None:
     script = tmp_path / "shards.py"

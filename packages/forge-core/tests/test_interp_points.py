@@ -189,7 +189,7 @@ def test_rows_are_those_of_tokens_whatever_is_named_first():
     assert store["layers.0.resid_post"].shape == (1, 11, 16)
 
 
-def test_patterns_take_what_calls_without_tokens_ahead_reach():
+def test_patterns_match_what_calls_without_mtp_reach():
     model = build(mtp=MTPConfig(num_modules=1))
     store = everything(model)
     assert "logits" in store.names
@@ -203,7 +203,7 @@ def test_patterns_take_what_calls_without_tokens_ahead_reach():
         call(model)
 
 
-def test_a_copy_has_the_attention_of_the_model_alone():
+def test_a_copy_has_the_attention_of_the_model():
     model = build()
     with intervene(model, {"*.attn_weights": lambda x, _: x * 0, "*.head_out": lambda x, _: x}):
         other = copy.deepcopy(model)
@@ -274,7 +274,7 @@ def test_a_store_inside_of_a_change_sees_it_and_one_outside_does_not():
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_a_compiled_block_is_refused_by_name():
+def test_a_compiled_block_is_rejected_by_name():
     model = build()
     model.layers["1"].compile(backend="eager")
     with rejects("layers.1.resid_pre", ..., "compiled", where="(layers.1)"):
@@ -302,7 +302,7 @@ def test_a_change_of_what_ranks_share_has_no_gradient():
         model(TOKENS)
 
 
-def test_wrong_points_and_changes_are_refused():
+def test_wrong_points_and_changes_are_rejected():
     model = build()
     model.layers["1"]._compiled_call_impl = model.layers["1"].forward
     with rejects("layers.1.resid_pre", ..., "compiled", where="(layers.1)"):
@@ -371,7 +371,7 @@ class TestStore:
             call(model)
         assert not any((tmp_path / "small").iterdir())
 
-    def test_max_bytes_is_refused_before_it_is_exceeded(self):
+    def test_max_bytes_is_rejected_before_it_is_exceeded(self):
         model = build()
         size = 2 * 4 * 11 * 11 * 4
         everything(model, "layers.0.attn_scores", max_bytes=size)
@@ -404,7 +404,7 @@ class TestStore:
             call(model).sum().backward()
         assert store["layers.1.mlp_out"].shape == (2, 11, 16)
 
-    def test_rows_before_any_are_refused(self):
+    def test_rows_before_any_call_are_rejected(self):
         model = build()
         store = ActivationStore("*.q")
         with store.watch(model):
@@ -423,7 +423,7 @@ class TestStore:
         with rejects("layers.0.q", ..., "shape"):
             store["layers.0.q"]
 
-    def test_a_block_that_runs_twice_in_a_call_is_refused(self):
+    def test_a_block_that_runs_twice_in_a_call_is_rejected(self):
         model, store = build(), ActivationStore("layers.0.mlp_out")
         model.layers["1"] = model.layers["0"]
         with rejects("layers.0.mlp_out", ..., "twice"), store.watch(model):

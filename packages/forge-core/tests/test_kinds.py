@@ -212,7 +212,7 @@ def test_F146_state_of_a_version_before_loads_in_the_form_of_torch(name: str) ->
     step(model, optimizer, 1)
 
 
-def test_F146_state_of_a_norm_that_muon_trained_starts_anew() -> None:
+def test_F146_state_of_a_norm_that_muon_trained_is_reset() -> None:
     fresh = build_optimizer(Foreign(), OptimizerConfig("muon"))
     old = fresh.named_state()
     old["layers.0.scales"] = {"momentum_buffer": torch.full((2, 4), 7.0)}

@@ -58,7 +58,7 @@ def test_each_layer_computes_what_a_model_of_its_type_does() -> None:
             assert float((other(x) - alone(x)).detach().abs().max()) > 1e-3
 
 
-def test_packed_rows_and_a_cache_equal_whole_rows() -> None:
+def test_packed_sequences_and_a_cache_equal_full_sequences() -> None:
     model, generator = strong(Transformer(config())), torch.Generator().manual_seed(2)
     parts = [torch.randint(0, 31, (1, n), generator=generator) for n in (7, 12)]
     ids = torch.tensor([[0] * 7 + [1] * 12])
@@ -109,7 +109,7 @@ def test_flops_of_local_layers_are_fewer() -> None:
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor", 0.0, "excludes"),
     ],
 )
-def test_a_pattern_without_an_effect_is_refused(
+def test_a_pattern_without_an_effect_is_rejected(
     options: dict, key: str, value: object, code: str
 ) -> None:
     with rejects(key, value, code, where="model: "):

@@ -139,7 +139,7 @@ def test_initial_values_are_a_function_of_seed_and_name():
         ("layers.0", "type", "layers.0 (Block)"),
     ],
 )
-def test_what_has_no_adapter_is_refused_before_any_change(pattern, code, named):
+def test_modules_without_an_adapter_are_rejected_before_any_change(pattern, code, named):
     model = _model()
     with rejects("lora.patterns", pattern, code, where=named):
         lora(model, LoRAConfig(("*.q_proj", pattern)))
@@ -162,7 +162,7 @@ def test_latent_attention_is_adapted_but_for_the_layer_that_decoding_absorbs():
     assert names == {"q_proj", "kv_a_proj", "o_proj"}
 
 
-def test_F126_values_of_somebodys_model_stay():
+def test_F126_values_of_a_custom_model_stay():
     model = nn.Sequential(nn.Linear(3, 3), nn.Embedding(3, 3), nn.LayerNorm(3))
     lora(model, LoRAConfig(("0",)), base_dtype=None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -171,7 +171,7 @@ def test_F126_values_of_somebodys_model_stay():
     assert changed == {"0.lora_a"}  # in the adapter's init_table
 
 
-def test_weights_of_whole_stay_trainable_in_their_dtype():
+def test_fully_trained_weights_keep_their_dtype():
     model = _model()
     lora(model, ADAPTERS, trained=("norm.*", "*.k_proj.bias"))
     whole = {"norm.weight", *(f"layers.{i}.mixer.k_proj.bias" for i in range(2))}
@@ -180,7 +180,7 @@ def test_weights_of_whole_stay_trainable_in_their_dtype():
     assert frozen_names(model) == {n for n, _ in model.named_parameters()} - trained.keys()
 
 
-def test_weights_of_whole_that_have_an_adapter_or_are_not_there_are_refused():
+def test_full_weights_that_have_an_adapter_or_do_not_exist_are_rejected():
     name = "layers.0.mixer.q_proj.weight"
     with rejects("lora.whole", name, "excludes"):
         lora(_model(), ADAPTERS, trained=("*.q_proj.weight",))
@@ -188,14 +188,14 @@ def test_weights_of_whole_that_have_an_adapter_or_are_not_there_are_refused():
         lora(_model(), ADAPTERS, trained=("nrom.*",))
 
 
-def test_a_tied_weight_is_refused():
+def test_a_tied_weight_is_rejected():
     model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     model["head"].weight = model["embedding"].weight
     with rejects("lora.patterns", "head", "tied", where="embedding.weight"):
         lora(model, LoRAConfig(("head",)))
 
 
-def test_settings_that_cannot_be_are_refused_together():
+def test_settings_that_cannot_be_are_rejected_together():
     with rejects("rank", 0, "range") as error:
         LoRAConfig((), rank=0, alpha=-1.0)
     assert_problem(error.value, "alpha", -1.0, "range")
@@ -270,7 +270,7 @@ class Expert(nn.Module):
         self.down_proj = nn.Linear(2, 4)
 
 
-def test_F155_matrices_that_patterns_match_in_vain_are_named() -> None:
+def test_F155_matrices_that_patterns_match_without_effect_are_named() -> None:
     model = nn.ModuleDict({"a": Expert(), "b": Expert()})
     patterns = ("*_proj*", "!b.up*", "!*bias")
     lora(model, LoRAConfig(patterns, rank=2))

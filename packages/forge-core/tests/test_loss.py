@@ -158,7 +158,7 @@ def test_other_ignore_index():
         ),
     ],
 )
-def test_refusals(logits, labels, key, value, code):
+def test_invalid_arguments_are_rejected(logits, labels, key, value, code):
     with rejects(key, value, code):
         cross_entropy(logits, labels)
 
@@ -251,7 +251,7 @@ def test_weights_multiply_the_loss_of_each_label(compiled):
     assert cross_entropy(rounded, labels, weights=torch.zeros_like(weights)).mean == 0
 
 
-def test_weights_of_another_shape_are_refused():
+def test_weights_of_another_shape_are_rejected():
     logits, labels = _example()
     with rejects("weights", (*labels.shape[:1],), "shape"):
         cross_entropy(logits, labels, weights=torch.ones(labels.shape[:1]))

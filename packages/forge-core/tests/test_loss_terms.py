@@ -200,7 +200,7 @@ def test_gradients_may_be_asked_for_twice_and_scale_with_their_factor() -> None:
     assert all(torch.equal(4 * a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_autocast_is_that_of_the_product() -> None:
+def test_autocast_is_that_of_a_matmul() -> None:
     grads = []
     for fuses in (False, True):
         x, weight, labels, _ = example()
@@ -215,7 +215,7 @@ def test_autocast_is_that_of_the_product() -> None:
         assert error(got, wanted) < 2**-7
 
 
-def test_autocast_leaves_float64_alone_as_that_of_the_product() -> None:
+def test_autocast_leaves_float64_like_that_of_a_matmul() -> None:
     x, weight, labels, _ = example()
     x, weight = x.double(), weight.double()
     with torch.autocast("cpu", torch.bfloat16):
@@ -266,7 +266,7 @@ def test_weights_of_16_bits_are_exact(dtype: torch.dtype, fuses: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_fp16_products_are_refused_with_grad_alone() -> None:
+def test_fp16_matmuls_are_rejected_only_with_grad() -> None:
     """Weights of 1e-6 and a loss scaler's 1e6: the plain loss has them in its slopes, the forward has the first alone."""
     x, weight, labels, weights = example()
     x, weight, tiny = x.half(), weight.half(), weights * 1e-6
@@ -286,7 +286,7 @@ def test_fp16_products_are_refused_with_grad_alone() -> None:
     ("key", "value"),
     [("z_loss", -1e-4), ("z_loss", math.nan), ("label_smoothing", 1.0), ("softcap", 0.0)],
 )
-def test_refusals(key: str, value: float) -> None:
+def test_invalid_arguments_are_rejected(key: str, value: float) -> None:
     x, weight, labels, _ = example()
     with rejects(key, value, "range"):
         fused_cross_entropy(x, weight, labels, **{key: value})
@@ -317,7 +317,7 @@ class _Products(TorchDispatchMode):
     [((True, True), 3), ((True, False), 2), ((False, True), 2), ((False, False), 1)],
     ids=str,
 )
-def test_three_products_a_block_and_one_without_grad(
+def test_three_matmuls_a_block_and_one_without_grad(
     needs: tuple[bool, bool], products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_TOKENS_FUSED", 4)
@@ -360,7 +360,7 @@ def test_the_weights_gradient_is_there_once_unless_the_graph_is_kept(keeps: bool
     assert (seen.peak >= size) if keeps else (seen.peak < 0.1 * size)
 
 
-def test_products_in_bf16_are_added_to_the_weights_gradient_some_rows_at_a_time(
+def test_matmuls_in_bf16_are_added_to_the_weights_gradient_by_chunks_of_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(shared, "_TOKENS_FUSED", 1)

@@ -253,7 +253,7 @@ def test_a_cache_holds_one_latent_per_token() -> None:
 
 
 @torch.no_grad()
-def test_generation_of_ragged_prompts_is_that_of_each_alone() -> None:
+def test_generation_of_ragged_prompts_equals_that_of_each_prompt() -> None:
     model, greedy = model_of("yarn"), SamplingConfig(temperature=0.0)
     prompts = [[1, 2, 3, 4, 5], [6], [7, 8]]
     together = generate(model, prompts, 6, greedy)
@@ -326,7 +326,7 @@ def test_flops_are_those_of_matrices_and_of_the_pairs_that_see(window: int | Non
         ({"attention": AttentionSpec(sinks=True)}, "attention.sinks", True, "mixer"),
     ],
 )
-def test_what_latent_attention_does_not_read_is_refused(
+def test_keys_that_latent_attention_does_not_read_are_rejected(
     keys: dict, key: str, value: object, code: str
 ) -> None:
     with rejects(key, value, code, where="model: "):

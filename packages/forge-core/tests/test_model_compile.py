@@ -44,7 +44,7 @@ def test_new_document_lengths_make_no_new_graph(fresh_compiler: None) -> None:
     assert graphs[1:] == [graphs[1]] * 4
 
 
-def test_a_mark_that_the_compiler_does_not_know_is_refused(
+def test_a_mark_unknown_to_the_compiler_is_rejected(
     fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(

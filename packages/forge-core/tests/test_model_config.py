@@ -49,7 +49,7 @@ def test_all_problems_in_one_message() -> None:
     assert len(caught.value.problems) == 3
 
 
-def test_rope_scaling_refusals() -> None:
+def test_wrong_rope_scaling_is_rejected() -> None:
     with rejects("factor", 0.5, "range", where="rope_scaling: ") as caught:
         RopeScaling(factor=0.5, low_freq_factor=4.0, high_freq_factor=1.0, original_max_position=0)
     assert len(caught.value.problems) == 3
@@ -60,7 +60,7 @@ def test_rope_scaling_refusals() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.5, True, "8", None])
 @pytest.mark.parametrize("key", ["vocab_size", "dim", "num_layers", "num_heads", "max_seq_len"])
-def test_F98_a_size_is_a_whole_number(key: str, value: object) -> None:
+def test_F98_a_size_is_an_integer(key: str, value: object) -> None:
     with rejects(key, value, "range") as caught:
         TransformerConfig(**{"vocab_size": 16, key: value})
     assert len(caught.value.problems) == 1
@@ -104,7 +104,7 @@ def test_F107_sizes_have_an_upper_bound(key: str, most: int) -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("temperature", -0.1), ("top_k", 0), ("top_p", 0.0), ("top_p", 1.5)]
 )
-def test_sampling_refusals(key: str, value: object) -> None:
+def test_wrong_sampling_settings_are_rejected(key: str, value: object) -> None:
     with rejects(key, value, "range", where="sampling: "):
         SamplingConfig(**{key: value})
 
@@ -119,7 +119,7 @@ def test_sampling_refusals(key: str, value: object) -> None:
         ("mask", ["", "full", None, 3]),
     ],
 )
-def test_attention_refusals(key: str, values: list) -> None:
+def test_wrong_attention_settings_are_rejected(key: str, values: list) -> None:
     code = {"sinks": "type", "mask": "unknown"}.get(key, "range")
     for value in values:
         with rejects(key, value, code, where="attention: "):

@@ -22,7 +22,7 @@ def test_two_contexts_share_nothing() -> None:
     assert TokenContext().once("a", lambda: 1) != TokenContext().once("a", lambda: 2)
 
 
-def test_other_tensors_derive_anew() -> None:
+def test_other_tensors_are_derived_again() -> None:
     """Rotary tables of the old positions would be silently wrong for the new ones."""
     ctx = TokenContext(positions=torch.arange(3)[None])
     ctx.once("table", lambda: "old")
@@ -42,7 +42,7 @@ class Nothing:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(TokenContext) if field.init and field.name[0] != "_"])  # fmt: skip
-def test_F161_another_value_of_any_field_derives_anew(name: str) -> None:
+def test_F161_another_value_of_any_field_is_derived_again(name: str) -> None:
     values = {"media": Images(torch.ones(2)), "mask": Nothing()}
     ctx = TokenContext(**{name: values.get(name, torch.ones(1, 2))})
     ctx.once("table", lambda: "old")

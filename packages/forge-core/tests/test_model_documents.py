@@ -125,7 +125,7 @@ def test_cache_goes_on_with_the_newest_document() -> None:
     assert error(torch.cat([first, *rest], 1), wanted) < 1e-5
 
 
-def test_cache_refusals() -> None:
+def test_wrong_uses_of_a_cache_are_rejected() -> None:
     model, cache = small(), KVCache(4)
     model(torch.zeros(2, 3, dtype=torch.int64), cache=cache)
     with rejects("max_length", 4, "full"):
@@ -136,7 +136,7 @@ def test_cache_refusals() -> None:
         KVCache(0)
 
 
-def test_attention_alone_takes_documents_and_cache() -> None:
+def test_an_attention_layer_takes_documents_and_cache() -> None:
     torch.manual_seed(0)
     attention = Attention(TransformerConfig(8, dim=16, num_heads=2))
     x, ids = torch.randn(2, 12, 16), ids_of(ROWS["mixed"])
@@ -249,7 +249,7 @@ def test_F117_repeated_heads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -
     assert error(sdpa(q, k, v, is_causal=True), shared) < 1e-6
 
 
-def test_the_efficient_kernel_alone_gets_repeated_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_efficient_kernel_gets_repeated_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's refuses shared heads; the other three take them."""
     given = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: given.append(k.size(1)) or q)  # fmt: skip
@@ -287,13 +287,13 @@ def test_plan_is_made_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [{"softcap": 3.0}, {"sinks": True}, {"window": 2}])
-def test_attention_that_is_not_causal_takes_a_plain_spec_alone(options: dict[str, object]) -> None:
+def test_attention_that_is_not_causal_takes_only_a_plain_spec(options: dict[str, object]) -> None:
     q = torch.randn(1, 4, 2, 8)
     with rejects("causal", False, "unsupported"):
         attend_sequences(q, q, q, AttentionSpec(**options), causal=False)  # type: ignore[arg-type]
 
 
-def test_a_mask_of_ones_own_is_not_taken_for_causal() -> None:
+def test_a_custom_mask_is_not_taken_for_causal() -> None:
     q = torch.randn(1, 4, 2, 8)
     with rejects("attention.mask", "lab:mask", "unsupported"):
         attend_sequences(q, q, q, AttentionSpec(mask="lab:mask"))

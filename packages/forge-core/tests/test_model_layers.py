@@ -155,7 +155,7 @@ def test_yarn_by_its_definition(truncate: bool) -> None:
         ({"attention_factor": 1.5, "mscale_all_dim": 0.4}, 1.5),
     ],
 )
-def test_yarn_grows_what_turns(keys: dict, wanted: float) -> None:
+def test_yarn_scales_only_rotated_dims(keys: dict, wanted: float) -> None:
     """Scores are products of a query and a key, which both grow; so does the gradient."""
     scaling = RopeScaling(8.0, name="yarn", **keys)
     assert attention_factor(scaling) == pytest.approx(wanted)
@@ -191,7 +191,7 @@ def test_keys_of_scalings(name: str, key: str, value: object, code: str) -> None
         RopeScaling(name="yarn", **given)
 
 
-def test_a_key_of_latent_attention_alone() -> None:
+def test_a_key_that_only_latent_attention_reads() -> None:
     scaling = RopeScaling(name="yarn", mscale_all_dim=1.0)
     with rejects("rope_scaling.mscale_all_dim", 1.0, "requires"):
         TransformerConfig(8, rope_scaling=scaling)
@@ -210,7 +210,7 @@ def test_feed_forwards() -> None:
     assert gelu.gate_proj is None
 
 
-def test_a_part_of_each_head_turns_and_the_rest_stays():
+def test_a_part_of_each_head_is_rotated_and_the_rest_stays():
     x = torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(0))
     tables = rope_tables(torch.arange(5)[None], inverse_frequencies(4, 1e4, None))
     out = rotate(x, tables)

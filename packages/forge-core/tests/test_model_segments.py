@@ -69,7 +69,7 @@ def test_a_segment_does_not_see_another() -> None:
     assert not torch.equal(before[:, 3:7], after[:, 3:7])
 
 
-def test_a_plan_of_other_rows_is_refused() -> None:
+def test_a_plan_of_other_rows_is_rejected() -> None:
     x = torch.zeros(1, 9, 2, 8)
     with rejects("plan", (1, 8), "mismatch"):
         attend_segments(x, x, x, SegmentPlan.of_lengths([[3, 5]]))
@@ -91,7 +91,7 @@ def of_2_13(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1), scale=No
     ],
     ids=["2.11", "2.13"],
 )
-def test_varlen_is_told_who_sees_whom(
+def test_varlen_gets_the_boundaries_of_documents(
     monkeypatch: pytest.MonkeyPatch, installed: Any, full: Any, causal: Any
 ) -> None:
     monkeypatch.setattr(torch_varlen, "varlen_attn", installed)

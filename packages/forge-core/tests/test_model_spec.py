@@ -37,9 +37,9 @@ def prefix(ctx, queries: Tensor, keys: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def lab(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("somebodys_lab")
+    module = types.ModuleType("example_lab")
     module.prefix = prefix
-    monkeypatch.setitem(sys.modules, "somebodys_lab", module)
+    monkeypatch.setitem(sys.modules, "example_lab", module)
 
 
 SPECS = {
@@ -55,8 +55,8 @@ SPECS = {
     "sinks": AttentionSpec(sinks=True),
     "gemma": AttentionSpec(scale=0.4, window=6, softcap=0.8),
     "gpt_oss": AttentionSpec(window=4, sinks=True),
-    "prefix": AttentionSpec(scale=0.6, mask="somebodys_lab:prefix"),
-    "prefix_window": AttentionSpec(window=7, softcap=0.9, mask="somebodys_lab:prefix"),
+    "prefix": AttentionSpec(scale=0.6, mask="example_lab:prefix"),
+    "prefix_window": AttentionSpec(window=7, softcap=0.9, mask="example_lab:prefix"),
 }
 ROWS = {
     "whole": None,
@@ -158,9 +158,9 @@ def test_every_field_changes_the_model() -> None:
             assert error(model_of(SPECS[name])(tokens), plain) > 1e-3, name
 
 
-def test_a_mask_of_its_own_is_refused_with_a_cache() -> None:
+def test_a_mask_of_its_own_is_rejected_with_a_cache() -> None:
     model = model_of(SPECS["prefix"])
-    wanted = "attention.mask", "somebodys_lab:prefix", "unsupported"
+    wanted = "attention.mask", "example_lab:prefix", "unsupported"
     with rejects(*wanted):
         model.new_cache(8)
     q, k = torch.zeros(1, 3, H, D), torch.zeros(1, 3, K, D)

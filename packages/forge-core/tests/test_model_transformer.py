@@ -76,7 +76,7 @@ def test_causal(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_flops_are_those_of_the_matrix_products(name: str) -> None:
+def test_flops_are_those_of_the_matmuls(name: str) -> None:
     model, tokens = Transformer(config(**VARIANTS[name])), some_tokens()
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2)
     if not model.config.tie_embeddings:
@@ -100,7 +100,7 @@ def test_tied_embedding_is_one_parameter_and_gets_both_gradients() -> None:
     assert (model.embedding.weight.grad[unused] != 0).any()  # only the head reaches these rows
 
 
-def test_F11_tied_embedding_stays_tied_through_materialisation() -> None:
+def test_F11_tied_embedding_stays_tied_through_materialization() -> None:
     with torch.device("meta"):
         model = Transformer(config(tie_embeddings=True))
     model.to_empty(device="cpu")
@@ -145,7 +145,7 @@ def test_factories_get_the_layer_and_the_context() -> None:
         Transformer(config(), mixer=lambda _: NoMixing(), block=lambda _: NoMixing())
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     model, tokens = Transformer(config()), some_tokens()
     with rejects("tokens", (1, 17), "length", where="max_seq_len 16"):
         model(torch.zeros(1, 17, dtype=torch.int64))

@@ -28,7 +28,7 @@ class Config(TransformerConfig):
         (MRopeConfig((1, 3, 4), "chunked"), (0, 1, 1, 1, 2, 2, 2, 2)),
     ],
 )
-def test_each_pair_turns_by_its_axis(mrope: MRopeConfig, axes: tuple[int, ...]) -> None:
+def test_each_pair_is_rotated_by_its_axis(mrope: MRopeConfig, axes: tuple[int, ...]) -> None:
     assert mrope.axes == axes
     positions = torch.randint(0, 99, (2, 3, 5))
     found = mrope.by_pair(positions)  # (B, S, D / 2)
@@ -53,7 +53,7 @@ def test_text_has_the_logits_of_one_axis(layout: str) -> None:
         assert not torch.allclose(mixed(tokens, other), wanted)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_arguments_are_rejected() -> None:
     with rejects("sections", [1, 3, 4], "interleaved"):
         MRopeConfig((1, 3, 4))
     with rejects("sections", [1, 3], "range"):

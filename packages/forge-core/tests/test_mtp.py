@@ -86,7 +86,7 @@ def test_it_equals_the_equations_in_packed_rows_too(options: dict[str, Any]) -> 
                 assert (mine - value).abs().max() < 1e-6, (row, start, k)
 
 
-def test_without_tokens_ahead_nothing_of_it_runs() -> None:
+def test_without_mtp_no_module_of_it_runs() -> None:
     model = _model()
     plain = Transformer(TransformerConfig(**{**vars(model.config), "mtp": MTPConfig()})).double()
     state = {n: t for n, t in model.state_dict().items() if not n.startswith("mtp.")}
@@ -109,7 +109,7 @@ def test_a_loss_inside_the_head_sees_the_same_rows() -> None:
     assert (whole - seen).abs().max() < 1e-12
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_inputs_are_rejected() -> None:
     model = _model()
     tokens = torch.zeros(1, S, dtype=torch.int64)
     with rejects("next_tokens", (1, 1, 12), "shape"):

@@ -85,7 +85,7 @@ def test_it_is_the_same_function_in_standard_keys() -> None:
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("heads", [{}, {"num_heads": 2, "mup": MuPConfig(32, 2, base_head_dim=16)}])
 @pytest.mark.parametrize("block", ["pre_norm", "post_norm", "sandwich"])
-def test_parts_of_ones_own_may_be_given_the_config_as_it_is(block: str, heads: dict) -> None:
+def test_custom_parts_may_be_given_the_config_as_it_is(block: str, heads: dict) -> None:
     config = _config(2, 2, **{**MUP, "block": block, **heads})
     parts: list[dict[str, Any]] = [
         {"mixer": lambda i: build_mixer(config, i)},
@@ -118,10 +118,10 @@ def test_a_named_block_is_given_the_standard_config_in_a_factory(
             super().__init__(config, *parts)
             seen.append(config.residual_scale)
 
-    lab = types.ModuleType("somebodys_lab")
+    lab = types.ModuleType("example_lab")
     vars(lab)["Noting"] = Noting
-    monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
-    config = _config(1, 4, block="somebodys_lab:Noting", **MUP)
+    monkeypatch.setitem(sys.modules, "example_lab", lab)
+    config = _config(1, 4, block="example_lab:Noting", **MUP)
     build_block(config, Attention(config), build_feed_forward(config, 0))
     assert seen == [0.5]
 
@@ -192,7 +192,7 @@ def _ahead(model: Transformer, tokens: Tensor) -> Tensor:
     return model(first, next_tokens=torch.stack(further, dim=1))
 
 
-def test_modules_for_tokens_ahead_at_the_base_and_in_standard_keys() -> None:
+def test_mtp_modules_at_the_base_and_in_standard_keys() -> None:
     tokens = torch.randint(61, (2, 12), generator=torch.Generator().manual_seed(0))
     plain, base = Transformer(_config(**AHEAD)), Transformer(_config(**AHEAD, **MUP))
     assert torch.equal(_ahead(plain, tokens), _ahead(base, tokens))
@@ -204,7 +204,7 @@ def test_modules_for_tokens_ahead_at_the_base_and_in_standard_keys() -> None:
     assert torch.equal(_ahead(model, tokens), _ahead(same, tokens))
 
 
-def test_rates_and_initial_values_of_modules_for_tokens_ahead() -> None:
+def test_learning_rates_and_initial_values_of_mtp_modules() -> None:
     """The projection's inputs are twice the width; it stands once, so depth has no part in its rate."""
     model = Transformer(_config(4, 9, **AHEAD, **MUP))
     optimizer = build_optimizer(model, OptimizerConfig(lr=1.0))
@@ -249,7 +249,7 @@ def _changes_ahead(config: TransformerConfig, lr: float, steps: int = 4) -> dict
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("axis", ["width", "depth"])
-def test_streams_of_tokens_ahead_change_alike_at_four_widths_and_depths(axis: str) -> None:
+def test_mtp_streams_change_alike_at_four_widths_and_depths(axis: str) -> None:
     """Slopes over width -0.08 at most, and over depth 0.01; in the standard parametrization 0.75 to 0.86, 0.1 to 0.2."""
     found = {
         kind: [_changes_ahead(_config(**{axis: size}, **AHEAD, **options), 1e-3) for size in SIZES]
@@ -274,7 +274,7 @@ def test_rates_reach_a_model_inside_of_a_wrapper() -> None:
         build_optimizer(model, OptimizerConfig("muon"))
 
 
-def test_other_optimizers_and_mixers_are_refused() -> None:
+def test_other_optimizers_and_mixers_are_rejected() -> None:
     model = Transformer(_config(2, **MUP))
     with rejects("optimizer.name", "torch.optim:SGD", "parametrization"):
         build_optimizer(model, OptimizerConfig("torch.optim:SGD"))

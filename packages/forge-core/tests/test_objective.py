@@ -52,7 +52,7 @@ def test_the_weight_of_labels_is_counted_unless_it_counts_itself() -> None:
 
 
 @pytest.mark.parametrize("error", [ProblemError, Stopped])
-def test_what_is_no_sum_is_refused(error: type[Any]) -> None:
+def test_an_objective_that_is_no_sum_is_rejected(error: type[Any]) -> None:
     with rejects("train.objective", f"{__name__}:no_sums", "type", error):
         named("no_sums", error=error)(MODEL, None)
 

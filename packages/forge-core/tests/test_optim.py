@@ -147,7 +147,7 @@ def test_a_load_copies_its_values():
     assert optimizer.named_state()["norm.bias"]["exp_avg"].eq(1).all()
 
 
-def test_a_state_that_does_not_fit_is_refused_as_a_whole():
+def test_a_state_that_does_not_fit_is_rejected_and_changes_nothing():
     model = Tiny()
     optimizer = build_optimizer(model)
     _run(model, optimizer, _gradients(model, 1))
@@ -182,7 +182,7 @@ def test_tied_and_frozen_parameters():
     assert names == {"embedding.weight", "norm.weight", "norm.bias", "head.bias", "experts_bias"}
 
 
-def test_a_parameter_without_gradient_is_left_alone():
+def test_a_parameter_without_gradient_does_not_change():
     model = Tiny()
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
     before = model.experts.detach().clone()
@@ -224,12 +224,12 @@ def test_lr_and_zero_grad():
     assert model.norm.weight.grad is None
 
 
-def test_masters_in_fp16_are_refused():
+def test_masters_in_fp16_are_rejected():
     with rejects("experts", torch.float16, "dtype"):
         build_optimizer(Tiny().half())
 
 
-def test_meta_and_frozen_models_are_refused():
+def test_meta_and_frozen_models_are_rejected():
     with rejects("experts", ..., "meta"):
         build_optimizer(Tiny().to("meta"))
     with rejects("requires_grad", False, "frozen"):

@@ -289,7 +289,9 @@ def test_muon_takes_matrices_as_that_of_torch() -> None:
         ("groups", "embedding.weight", (5, 4)),
     ],
 )
-def test_muon_refuses_what_is_no_matrix_of_a_block(form: str, key: str, shape: Any) -> None:
+def test_muon_rejects_parameters_that_are_no_matrix_of_a_block(
+    form: str, key: str, shape: Any
+) -> None:
     model = Tiny()
     given = param_groups(model) if form == "groups" else params_as(form, model)
     with rejects(key, shape, "no_matrix", where="parameter"):
@@ -357,7 +359,7 @@ def test_an_optimizer_of_a_user_in_both_forms(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", [*CLASSES, "base"])
-def test_what_cannot_be_trained_is_refused(name: str) -> None:
+def test_models_that_cannot_be_trained_are_rejected(name: str) -> None:
     build = {**CLASSES, "base": Momentum}[name]
     model = Tiny()
     for given, kind in (

@@ -108,7 +108,7 @@ def test_weights_loaded_before_the_first_update_are_both() -> None:
     assert all((p == 0.5).all() for p in model.parameters())
 
 
-def test_what_belongs_to_the_other_weights_is_refused() -> None:
+def test_settings_of_the_other_weights_are_rejected() -> None:
     model = _model()
     optimizer = _optimizer(model)
     _step(model, optimizer, 0)
@@ -122,7 +122,7 @@ def test_what_belongs_to_the_other_weights_is_refused() -> None:
         optimizer.load_named_state(state)
 
 
-def test_optimizers_that_it_cannot_average_are_refused() -> None:
+def test_optimizers_that_it_cannot_average_are_rejected() -> None:
     config = OptimizerConfig("torch.optim:SGD", ema=EMAConfig(0.9))
     for check in (build_optimizer, check_optimizer):
         with rejects("optimizer.ema.decay", 0.9, "unsupported"):

@@ -93,7 +93,7 @@ def test_wrong_patterns_are_named_all_at_once() -> None:
     assert " body." in none
 
 
-def test_a_part_of_a_model_keeps_the_patterns_that_speak_of_it() -> None:
+def test_a_submodule_keeps_the_patterns_that_match_it() -> None:
     config = OptimizerConfig(groups={"a": group("body.*", "table.*"), "b": group("head.*")})
     part = Net()
     del part.table, part.head
@@ -243,16 +243,16 @@ def test_named_state_holds_frozen_groups_too() -> None:
     assert other.named_state()["table.weight"]["step"] == 2.0
 
 
-def test_an_outside_builder_takes_part_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab: Any = types.ModuleType("somebodys_lab")
+def test_an_outside_builder_takes_groups_or_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    lab: Any = types.ModuleType("example_lab")
     lab.deaf = lambda model, config: torch.optim.SGD(model.parameters(), config.lr)
     lab.listens = lambda model, config: torch.optim.SGD(param_groups(model, config), config.lr)
-    monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
+    monkeypatch.setitem(sys.modules, "example_lab", lab)
     plan = {"body": group("body.*", lr_multiplier=0.0)}
-    with rejects("optimizer.groups.body", ..., "param_groups", where="'somebodys_lab:deaf'"):
-        build_optimizer(Net(), OptimizerConfig("somebodys_lab:deaf", groups=plan))
+    with rejects("optimizer.groups.body", ..., "param_groups", where="'example_lab:deaf'"):
+        build_optimizer(Net(), OptimizerConfig("example_lab:deaf", groups=plan))
     model = Net()
-    optimizer = build_optimizer(model, OptimizerConfig("somebodys_lab:listens", groups=plan))
+    optimizer = build_optimizer(model, OptimizerConfig("example_lab:listens", groups=plan))
     before = copy.deepcopy(model.body.state_dict())
     train(model, optimizer, 1)
     assert all(torch.equal(v, before[n]) for n, v in model.body.state_dict().items())
@@ -302,7 +302,7 @@ def test_groups_are_checked_before_they_are_frozen() -> None:
     freeze_groups(Net(), OptimizerConfig(), stages, 2)  # nothing to freeze without groups
 
 
-def test_a_group_of_frozen_weights_is_refused() -> None:
+def test_a_group_of_frozen_weights_is_rejected() -> None:
     groups = {"all": group("*"), "none": group("none")}
     with rejects("optimizer.groups.none.patterns", "none", "not_found"):
         check_groups_train(Net(), groups)
@@ -318,7 +318,7 @@ def test_options_are_checked_without_a_model_once_for_all_groups() -> None:
     assert problem.key == "optimizer.options.momentun"
 
 
-def test_a_step_that_trains_nothing_is_refused() -> None:
+def test_a_step_that_trains_nothing_is_rejected() -> None:
     config = OptimizerConfig(groups={"all": group("*")})
     check_something_trains(Net(), config, {})
     with rejects("train.stages.s", ..., "frozen", where=" 3 "):
@@ -338,7 +338,7 @@ def test_a_step_that_trains_nothing_is_refused() -> None:
         ("weight_decay", math.nan, "range"),
     ],
 )
-def test_wrong_groups_are_refused(key: str, value: Any, code: str) -> None:
+def test_wrong_groups_are_rejected(key: str, value: Any, code: str) -> None:
     with rejects(key, value, code):
         OptimizerGroupConfig(**{"patterns": ("body.*",), key: value})
 
@@ -352,7 +352,7 @@ def test_wrong_groups_are_refused(key: str, value: Any, code: str) -> None:
         (1, {"a": math.nan}, "lr_multipliers.a", math.nan, "range"),
     ],
 )
-def test_wrong_stages_are_refused(
+def test_wrong_stages_are_rejected(
     step: int, multipliers: dict[str, float], key: str, value: Any, code: str
 ) -> None:
     with rejects(key, value, code):

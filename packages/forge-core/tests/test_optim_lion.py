@@ -154,7 +154,7 @@ def test_gradients_of_another_memory_order() -> None:
     assert torch.equal(model.table, twin.table)
 
 
-def test_keys_of_another_optimizer_are_refused() -> None:
+def test_keys_of_another_optimizer_are_rejected() -> None:
     with rejects("eps", 1e-6, "foreign", where="'muon'"):
         OptimizerConfig("lion", eps=1e-6)
     assert OptimizerConfig("lion", betas=(0.5, 0.6)).betas == (0.5, 0.6)

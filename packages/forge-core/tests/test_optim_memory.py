@@ -51,7 +51,7 @@ def steps(config: OptimizerConfig, skips: bool) -> tuple[list[Tensor], int]:
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_what_a_step_makes_is_some_pieces(
+def test_temporaries_of_a_step_are_bounded_by_chunks(
     name: str, skips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = steps(CONFIGS[name], skips)
@@ -64,7 +64,7 @@ def test_what_a_step_makes_is_some_pieces(
     assert peak <= 4 * 4 * PIECE + 4 * 4 * 4 * 103, peak
 
 
-def test_a_piece_of_a_gpu_has_many_rows_and_lists_of_columns() -> None:
+def test_a_chunk_of_a_gpu_has_many_rows_and_lists_of_columns() -> None:
     rows = [(torch.empty(size, device="meta"),) * 2 for size in (2**23, 2**22, 7, 2**25 + 5, 3)]
     sizes = [[t.numel() for t in column] for column, _ in base.pieces(rows)]
     assert sizes == [[2**23, 2**22, 7], [2**24], [2**24], [5, 3]]

@@ -269,7 +269,7 @@ def test_a_table_of_ids_in_a_block_and_a_tied_one_are_adamws() -> None:
     assert {"embedding.weight", "layers.0.ids.weight"} <= names
 
 
-def test_a_parameter_without_gradient_is_left_alone() -> None:
+def test_a_parameter_without_gradient_does_not_change() -> None:
     model = Model()
     optimizer = build_optimizer(model, OptimizerConfig("muon", lr=0.1, weight_decay=0.5))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -280,12 +280,12 @@ def test_a_parameter_without_gradient_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 100, 2.5, True, "5"])
-def test_ns_steps_are_a_whole_number(steps: Any) -> None:
+def test_ns_steps_are_an_integer(steps: Any) -> None:
     with rejects("ns_steps", steps, "range", where="muon: "):
         MuonConfig(ns_steps=steps)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_arguments_are_rejected() -> None:
     with rejects("optimizer.name", "muon", "no_matrix"):
         build_optimizer(nn.Linear(3, 3), OptimizerConfig("muon"))
     with rejects("optimizer.name", "muon", "no_matrix"):
@@ -325,7 +325,7 @@ def test_the_kernel_of_a_convolution_is_no_stack_of_matrices() -> None:
 
 
 @pytest.mark.parametrize("shape", [(40, 70), (64, 33)])
-def test_products_by_blocks_are_those_of_whole_matrices(
+def test_matmuls_by_blocks_equal_matmuls_of_full_matrices(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(muon_module, "_ROWS", 16)  # and a last block of 8 or 1 rows

@@ -158,7 +158,7 @@ def train(layout: str, name: str = "muon") -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_in_bf16_ranks_differ_by_rounding_alone() -> None:
+def test_in_bf16_ranks_differ_only_by_rounding() -> None:
     """What is gathered is rounded first, as on one process; a batch of another size may round products by 2^-9.
 
     The iterations enlarge that; an update is a twentieth of a weight. Measured: the same bits.
@@ -182,7 +182,7 @@ COLLECTIVES = {
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_F33_the_update_is_that_of_the_whole_matrix(layout: str) -> None:
+def test_F33_the_update_is_that_of_the_full_matrix(layout: str) -> None:
     results = run_on_ranks(LAYOUTS[layout][0], train, layout)
     for result in results:
         # fp32 products of batches of another size; the update is a twentieth of a weight

@@ -93,7 +93,7 @@ def _assert_same(one, two):
 # ---- the rounding
 
 
-def test_a_value_between_is_rounded_to_one_of_its_neighbours_and_right_in_the_mean():
+def test_a_value_between_is_rounded_to_a_neighbor_and_right_in_the_mean():
     low, part = 1.0, 0.3
     value = torch.full((64, 256), low + part * 2**-7)
     found = torch.stack([_stored(value, step=step).float() for step in range(20)])
@@ -104,7 +104,7 @@ def test_a_value_between_is_rounded_to_one_of_its_neighbours_and_right_in_the_me
 
 
 @pytest.mark.parametrize("what", ["seed", "name", "step", "first"])
-def test_the_chance_depends_on(what):
+def test_the_random_bits_depend_on_each_argument(what):
     value = torch.full((33, 64), 1.0 + 2**-8)
     for other in ({"seed": 1}, {"name": "v"}, {"step": 1.0}, {"first": 1}, {"first": 2}):
         if what in other:
@@ -113,7 +113,7 @@ def test_the_chance_depends_on(what):
             assert agree == pytest.approx(0.5, abs=4 * 0.5 / value.numel() ** 0.5)
 
 
-def test_the_chance_of_neighbours_in_rows_columns_and_steps_is_independent():
+def test_random_bits_of_neighbors_in_rows_columns_and_steps_are_independent():
     value = torch.full((128, 128), 1.0 + 2**-8)
     sides = [_stored(value, step=float(step)).float().sub(1.0 + 2**-8).sign() for step in (0, 1)]
     (now, later), bound = sides, 4 / value.numel() ** 0.5
@@ -124,7 +124,7 @@ def test_the_chance_of_neighbours_in_rows_columns_and_steps_is_independent():
     assert now.mean(1).abs().max() < 5 / 128**0.5
 
 
-def test_all_16_bits_are_by_chance():
+def test_all_16_bits_are_random():
     """A value a 2^-12th of the way up, or of the way down, is there as often as it should."""
     for part in (2**-12, 1 - 2**-12):
         value = torch.full((1024, 1024), 1.0 + part * 2**-7)
@@ -142,7 +142,7 @@ def test_what_bf16_can_hold_stays_as_it_is():
     assert torch.equal(found.float().signbit()[finite], values.signbit()[finite])
 
 
-def test_nan_and_infinities_pass_whatever_the_chance():
+def test_nan_and_infinities_pass_whatever_the_random_bits():
     values = torch.tensor([math.nan, math.inf, -math.inf])
     odd = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
     for chance in (0, 1, 0x8000, 0xFFFF, -1):
@@ -162,7 +162,7 @@ def test_fp32_is_written_as_it_is():
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 3), (4, 3, 5), (2, 3, 3, 2), (0, 4), (3, 0)])
-def test_pieces_do_not_show(shape, monkeypatch):
+def test_rounding_does_not_depend_on_chunks(shape, monkeypatch):
     values = torch.randn(shape)
     whole = _stored(values)
     monkeypatch.setattr("forge_core.optim.rounding.PIECE", {"cpu": 4})
@@ -194,7 +194,7 @@ def _chance(seed, name, step, pair, row, column):
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 @pytest.mark.parametrize("shape", [(6,), (3, 5), (2, 3, 5)])
-def test_the_chance_is_the_documented_function(shape, first):
+def test_the_random_bits_are_the_documented_function(shape, first):
     """So a resumed run of a later version rounds as before, and any device as this one."""
     value = torch.rand(shape) + 1.0
     found = _stored(value, name="layers.0.w", seed=7, step=5.0, first=first)
@@ -310,7 +310,7 @@ def test_torchs_form_of_state_keeps_dtypes_and_bits(name, weights):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_two_tensors_of_a_step_are_rounded_by_the_same_chance(name, monkeypatch):
+def test_no_two_tensors_of_a_step_are_rounded_by_the_same_random_bits(name, monkeypatch):
     model, seen = Small(), []
     optimizer = build_optimizer(model, _config(name, state_dtype="bf16", ema=EMAConfig(0.9)))
 
@@ -339,7 +339,7 @@ def _steps(name: str, weights: torch.dtype) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 @pytest.mark.parametrize("limit", [16, 2**22])
-def test_lists_of_pieces_round_like_pieces(name, weights, limit, monkeypatch):
+def test_lists_of_chunks_round_like_chunks(name, weights, limit, monkeypatch):
     """As on a GPU, where a list has pieces of several parameters: of one that is split, too."""
     wanted = _steps(name, weights)
     monkeypatch.setattr("forge_core.optim.rounding.PIECE", {})
@@ -523,13 +523,13 @@ def _to_nearest(in_fp32, monkeypatch):
 # ---- what is refused
 
 
-def test_fp16_weights_are_refused_by_all():
+def test_fp16_weights_are_rejected_by_all():
     for name in NAMES:
         with rejects("embedding.weight", torch.float16, "dtype"):
             build_optimizer(Small(torch.float16), _config(name))
 
 
-def test_bf16_weights_are_refused_where_nothing_rounds_them():
+def test_bf16_weights_are_rejected_where_nothing_rounds_them():
     for config in (_config("schedule_free_adamw"), OptimizerConfig("torch.optim:SGD")):
         with rejects("embedding.weight", torch.bfloat16, "dtype"):
             build_optimizer(Small(), config)
@@ -537,7 +537,7 @@ def test_bf16_weights_are_refused_where_nothing_rounds_them():
         param_groups(Small(), _config(), rounds=False)
 
 
-def test_state_in_bf16_is_refused_where_nothing_rounds_it():
+def test_state_in_bf16_is_rejected_where_nothing_rounds_it():
     with rejects("optimizer.state_dtype", "bf16", "unsupported"):
         build_optimizer(
             Small(torch.float32),

@@ -141,7 +141,7 @@ def test_updates_have_the_bits_of_one_process(layout: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "efsdp_ep"])
-def test_updates_of_muon_differ_by_the_products_alone(layout: str) -> None:
+def test_updates_of_muon_differ_only_by_the_matmuls(layout: str) -> None:
     """An orthogonalized matrix differs in its last bits, which rarely changes how a weight is rounded."""
     expected = trained(None, "muon")
     for found in run_on_ranks(LAYOUTS[layout][0], trained, layout, "muon"):

@@ -281,7 +281,7 @@ def test_a_group_that_is_frozen_keeps_both_points() -> None:
     assert state["table"]["lr_max"] == pytest.approx(0.5 * RATES[2])
 
 
-def test_a_step_at_the_average_is_refused() -> None:
+def test_a_step_at_the_average_is_rejected() -> None:
     model = Small()
     optimizer = build_optimizer(model, OptimizerConfig(NAME))
     optimizer.eval()
@@ -289,7 +289,7 @@ def test_a_step_at_the_average_is_refused() -> None:
         run(model, optimizer, recorded(model, 1))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_impossible_arguments_are_rejected() -> None:
     for key, value in (("r", -1.0), ("weight_lr_power", math.inf)):
         with rejects(key, value, "range"):
             ScheduleFreeConfig(**{key: value})

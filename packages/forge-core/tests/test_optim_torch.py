@@ -186,10 +186,10 @@ def test_a_class_with_three_betas_keeps_its_own(monkeypatch: pytest.MonkeyPatch)
             super().__init__(params, lr, weight_decay=weight_decay)
             self.betas = betas
 
-    lab = types.ModuleType("somebodys_lab")
+    lab = types.ModuleType("example_lab")
     lab.Three = Three
-    monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
-    config = OptimizerConfig("somebodys_lab:Three")
+    monkeypatch.setitem(sys.modules, "example_lab", lab)
+    config = OptimizerConfig("example_lab:Three")
     assert build_optimizer(model_of(), config).betas == (0.9, 0.8, 0.7)
     own = replace(config, options={"betas": (0.1, 0.2, 0.3)})
     assert build_optimizer(model_of(), own).betas == (0.1, 0.2, 0.3)
@@ -211,18 +211,18 @@ class Strict(torch.optim.SGD):
         ("torch.optim:Adafactor", {"eps": 1e-4}, "eps", "unsupported"),
         ("torch.optim:LBFGS", {}, "name", "closure"),
         ("torch.optim:Optimizer", {}, "options.defaults", "missing"),
-        ("somebodys_lab:Strict", {}, "name", "arguments"),
-        ("somebodys_lab:Bare", {}, "name", "methods"),
-        ("somebodys_lab:number", {}, "name", "type"),
+        ("example_lab:Strict", {}, "name", "arguments"),
+        ("example_lab:Bare", {}, "name", "methods"),
+        ("example_lab:number", {}, "name", "type"),
     ],
 )
-def test_F114_what_cannot_be_an_optimizer_is_refused_on_the_meta_device(
+def test_F114_factories_that_give_no_optimizer_are_rejected_on_the_meta_device(
     name: str, settings: dict, key: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lab = types.ModuleType("somebodys_lab")
+    lab = types.ModuleType("example_lab")
     lab.Bare = type("Bare", (), {"step": lambda self: None})
     lab.number, lab.Strict = 3, Strict
-    monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
+    monkeypatch.setitem(sys.modules, "example_lab", lab)
     value = {**settings, "name": name}.get(key, ...)
     with rejects(f"optimizer.{key}", value, code):
         check_optimizer(model_of().to("meta"), OptimizerConfig(name, **settings))
@@ -231,12 +231,12 @@ def test_F114_what_cannot_be_an_optimizer_is_refused_on_the_meta_device(
 
 
 def test_F114_a_builder_that_returns_no_optimizer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = types.ModuleType("somebodys_lab")
+    lab = types.ModuleType("example_lab")
     lab.build = lambda model, config: model
     lab.sgd = lambda model, config: torch.optim.SGD(model.parameters(), config.lr)
-    monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
-    with rejects("optimizer.name", "somebodys_lab:build", "methods", where="Sequential"):
-        build_optimizer(model_of(), OptimizerConfig("somebodys_lab:build"))
+    monkeypatch.setitem(sys.modules, "example_lab", lab)
+    with rejects("optimizer.name", "example_lab:build", "methods", where="Sequential"):
+        build_optimizer(model_of(), OptimizerConfig("example_lab:build"))
     assert isinstance(
-        build_optimizer(model_of(), OptimizerConfig("somebodys_lab:sgd")), torch.optim.SGD
+        build_optimizer(model_of(), OptimizerConfig("example_lab:sgd")), torch.optim.SGD
     )

@@ -52,26 +52,26 @@ def by(frequencies, scaling, share: float = 0.5):
 
 @pytest.fixture
 def lab(monkeypatch):
-    module = types.ModuleType("somebodys_lab")
+    module = types.ModuleType("example_lab")
     for part in (Mixer, Wide, Twice, by):
         setattr(module, part.__name__, part)
     module.number = 3
     module.alone = lambda config: None
-    monkeypatch.setitem(sys.modules, "somebodys_lab", module)
+    monkeypatch.setitem(sys.modules, "example_lab", module)
 
 
 def test_each_part_by_import_path_gets_its_options(lab) -> None:
     config = TransformerConfig(
         **SHAPE,
-        mixer="somebodys_lab:Mixer",
+        mixer="example_lab:Mixer",
         mixer_options={"every": 3},
         norm="torch.nn:RMSNorm",
         norm_options={"elementwise_affine": True},
-        feed_forward="somebodys_lab:Wide",
+        feed_forward="example_lab:Wide",
         feed_forward_options={"times": 4},
-        block="somebodys_lab:Twice",
+        block="example_lab:Twice",
         block_options={"gain": 3.0},
-        rope_scaling=RopeScaling(name="somebodys_lab:by", options={"share": 0.25}),
+        rope_scaling=RopeScaling(name="example_lab:by", options={"share": 0.25}),
     )
     model = Transformer(config)
     assert (
@@ -103,33 +103,33 @@ def test_linear_stretching_by_its_definition() -> None:
     ("options", "key", "value", "code"),
     [
         ({"mixer": "nowhere:Mixer"}, "model.mixer", "nowhere:Mixer", "import"),
-        ({"mixer": "somebodys_lab:Mixer"}, "model.mixer_options.every", ..., "missing"),
+        ({"mixer": "example_lab:Mixer"}, "model.mixer_options.every", ..., "missing"),
         (
-            {"mixer": "somebodys_lab:Mixer", "mixer_options": {"every": 1, "evry": 2}},
+            {"mixer": "example_lab:Mixer", "mixer_options": {"every": 1, "evry": 2}},
             *("model.mixer_options.evry", 2, "unknown_key"),
         ),
         (
-            {"mixer": "somebodys_lab:Mixer", "mixer_options": {"every": 1.5}},
+            {"mixer": "example_lab:Mixer", "mixer_options": {"every": 1.5}},
             *("model.mixer_options.every", 1.5, "type"),
         ),
         (
-            {"mixer": "somebodys_lab:Mixer", "mixer_options": {"every": True}},
+            {"mixer": "example_lab:Mixer", "mixer_options": {"every": True}},
             *("model.mixer_options.every", True, "type"),
         ),
         (
-            {"mixer": "somebodys_lab:Mixer", "mixer_options": {"every": 1, "layer": 2}},
+            {"mixer": "example_lab:Mixer", "mixer_options": {"every": 1, "layer": 2}},
             *("model.mixer_options.layer", 2, "unknown_key"),
         ),
-        ({"mixer": "somebodys_lab:alone"}, "model.mixer", "somebodys_lab:alone", "positional"),
-        ({"block": "somebodys_lab:number"}, "model.block", "somebodys_lab:number", "type"),
+        ({"mixer": "example_lab:alone"}, "model.mixer", "example_lab:alone", "positional"),
+        ({"block": "example_lab:number"}, "model.block", "example_lab:number", "type"),
         ({"norm_options": {"eps": 1e-6}}, "model.norm_options.eps", 1e-6, "built_in"),
         (
-            {"rope_scaling": RopeScaling(name="somebodys_lab:by", options={"shar": 1.0})},
+            {"rope_scaling": RopeScaling(name="example_lab:by", options={"shar": 1.0})},
             *("model.rope_scaling.options.shar", 1.0, "unknown_key"),
         ),
     ],
 )
-def test_what_a_part_does_not_take_is_refused_uncalled(
+def test_options_that_a_part_does_not_take_are_rejected_without_a_call(
     lab, options: dict, key: str, value: object, code: str
 ) -> None:
     config = TransformerConfig(**SHAPE, **options)
@@ -155,7 +155,7 @@ def test_all_parts_in_one_message(lab) -> None:
         ("norm", ("rms_norm", "layer_norm", "rms_norm_plus_one")),
     ],
 )
-def test_an_unknown_name_is_refused_when_the_config_is_made(
+def test_an_unknown_name_is_rejected_when_the_config_is_made(
     name: str, choices: tuple[str, ...]
 ) -> None:
     with rejects(name, "x", "unknown") as caught:
@@ -163,25 +163,25 @@ def test_an_unknown_name_is_refused_when_the_config_is_made(
     assert all(repr(choice) in str(caught.value) for choice in choices)
 
 
-def test_a_key_of_another_name_says_whose_it_is(lab) -> None:
+def test_the_error_of_a_foreign_key_names_the_part_that_has_it(lab) -> None:
     with rejects("min_lr_ratio", 0.2, "foreign", where="'cosine'"):
         ScheduleConfig("constant", min_lr_ratio=0.2)
     for key in ("low_freq_factor", "high_freq_factor", "original_max_position"):
         with rejects(key, 2, "foreign", where="'llama3'"):
             RopeScaling(2.0, name="linear", **{key: 2})
-    RopeScaling(2.0, name="somebodys_lab:by", high_freq_factor=2.0)  # may read them
+    RopeScaling(2.0, name="example_lab:by", high_freq_factor=2.0)  # may read them
 
 
 def test_options_of_schedules_and_optimizers(lab) -> None:
-    lab = sys.modules["somebodys_lab"]
+    lab = sys.modules["example_lab"]
     lab.flat = lambda config, total_steps, *, at: lambda step: at
     lab.sgd = lambda model, config, momentum=0.0: torch.optim.SGD(
         model.parameters(), config.lr, momentum
     )
-    schedule = ScheduleConfig("somebodys_lab:flat", options={"at": 0.5})
+    schedule = ScheduleConfig("example_lab:flat", options={"at": 0.5})
     assert build_schedule(schedule, 10)(1) == 0.5
     model = nn.Linear(2, 2)
-    for name in ("torch.optim:SGD", "somebodys_lab:sgd"):
+    for name in ("torch.optim:SGD", "example_lab:sgd"):
         optimizer = build_optimizer(model, OptimizerConfig(name, options={"momentum": 0.5}))
         assert optimizer.param_groups[0]["momentum"] == 0.5
         with rejects("optimizer.options.moment", 1, "unknown_key", where="'momentum'"):
@@ -191,7 +191,7 @@ def test_options_of_schedules_and_optimizers(lab) -> None:
     with rejects("optimizer.options.amsgrad", True, "built_in"):
         build_optimizer(model, OptimizerConfig(options={"amsgrad": True}))
     with rejects("schedule.options.at", ..., "missing"):
-        build_schedule(ScheduleConfig("somebodys_lab:flat"), 10)
+        build_schedule(ScheduleConfig("example_lab:flat"), 10)
 
 
 def test_an_installed_part_is_found_by_its_name(monkeypatch) -> None:

@@ -67,7 +67,7 @@ def test_a_constant_feature_has_no_weight():
     assert float(probe.weight[6].abs().max()) < 1e-6
 
 
-def test_what_cannot_be_fitted_is_refused():
+def test_values_that_cannot_be_fitted_are_rejected():
     with rejects("x", (80, 6), "shape"):
         fit_ridge(X, torch.zeros(79, 1))
     with rejects("l2", -1.0, "range"):

@@ -32,7 +32,7 @@ def runs(truth: ScalingFit = TRUTH, noise: float = 0.0, seed: int = 0, repeats: 
     [TRUTH, ScalingFit(1.69, 406.4, 0.34, 410.7, 0.28, 0.0), ScalingFit(0.5, 20.0, 0.2, 3e4, 0.6, 0.0)],
     ids=["besiroglu", "hoffmann", "steep"],
 )  # fmt: skip
-def test_an_exact_law_is_found_again(truth: ScalingFit) -> None:
+def test_an_exact_power_law_is_recovered(truth: ScalingFit) -> None:
     fit = fit_scaling(*runs(truth))
     for name in ("E", "A", "alpha", "B", "beta"):
         assert getattr(fit, name) == pytest.approx(getattr(truth, name), rel=1e-5), name
@@ -77,7 +77,7 @@ def test_the_search_ends_no_higher_than_lbfgs_from_the_truth() -> None:
 
 
 @pytest.mark.slow
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_hold_the_truth_at_their_nominal_rate() -> None:
     """12 noisy studies; 90 % intervals: fewer than 8 of 12 would happen to a right one in 0.4 % of cases."""
     held = {"alpha": 0, "beta": 0}
     widths = []
@@ -107,7 +107,7 @@ def test_the_optimum_is_the_lowest_loss_of_a_budget() -> None:
         assert TRUTH.loss(parameters * factor, tokens / factor) > best
 
 
-def test_what_cannot_be_fitted_is_refused() -> None:
+def test_values_that_cannot_be_fitted_are_rejected() -> None:
     n, d, losses = runs()
     with rejects("parameters", 5, "count"):
         fit_scaling(n[:5], d[:5], losses[:5])
@@ -136,7 +136,7 @@ def test_what_cannot_be_fitted_is_refused() -> None:
         interval([1.0], 1.0)
 
 
-def test_losses_that_do_not_fall_have_no_law() -> None:
+def test_losses_that_do_not_fall_have_no_power_law() -> None:
     """Before, an alpha of 5e-13 gave a best model of 3e16 parameters."""
     n, d, _ = runs()
     with rejects("parameters", ..., "flat") as error:

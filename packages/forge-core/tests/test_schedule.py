@@ -126,7 +126,7 @@ def test_none_is_one_and_takes_no_warm_up():
         ScheduleConfig("none", warmup_steps=3)
 
 
-def test_keys_of_another_name_are_refused():
+def test_keys_of_another_name_are_rejected():
     for name in ("constant", "inverse_sqrt", "none"):
         with rejects("min_lr_ratio", 0.2, "foreign", where=f"'{name}'"):
             ScheduleConfig(name, min_lr_ratio=0.2)
@@ -150,12 +150,12 @@ def test_keys_of_another_name_are_refused():
         ("decay", "exp", "unknown", {}),
     ],
 )
-def test_a_decay_that_cannot_be_is_refused(key, value, code, others):
+def test_a_decay_that_cannot_be_is_rejected(key, value, code, others):
     with rejects(key, value, code, where="wsd: "):
         WSDConfig(**{key: value}, **others)
 
 
-def test_a_warm_up_and_a_decay_that_overlap_are_refused():
+def test_a_warm_up_and_a_decay_that_overlap_are_rejected():
     config = ScheduleConfig("wsd", warmup_steps=7, wsd=WSDConfig(4))
     with rejects("warmup_steps", 7, "overlap", where="schedule: "):
         build_schedule(config, 10)
@@ -163,12 +163,12 @@ def test_a_warm_up_and_a_decay_that_overlap_are_refused():
 
 
 @pytest.mark.parametrize(("warmup", "total"), [(10, 10), (11, 10), (1, 1)])
-def test_a_warm_up_as_long_as_the_run_is_refused(warmup, total):
+def test_a_warm_up_as_long_as_the_run_is_rejected(warmup, total):
     with rejects("warmup_steps", warmup, "above_steps", where="schedule: "):
         build_schedule(ScheduleConfig(warmup_steps=warmup), total)
 
 
-def test_no_steps_and_step_zero_are_refused():
+def test_no_steps_and_step_zero_are_rejected():
     with rejects("total_steps", 0):
         build_schedule(ScheduleConfig(), 0)
     for name in (*NAMES, "none"):
@@ -191,10 +191,10 @@ def test_an_unknown_name_gets_the_nearest_known_one():
 
 
 def test_a_schedule_by_import_path(monkeypatch):
-    module = types.ModuleType("somebodys_lab")
+    module = types.ModuleType("example_lab")
     module.half = lambda config, total_steps: lambda step: 0.5
-    monkeypatch.setitem(sys.modules, "somebodys_lab", module)
-    assert build_schedule(ScheduleConfig("somebodys_lab:half"), 10)(3) == 0.5
-    for path in ("somebodys_lab:other", "no_such_module_here:build", "somebodys_lab:"):
+    monkeypatch.setitem(sys.modules, "example_lab", module)
+    assert build_schedule(ScheduleConfig("example_lab:half"), 10)(3) == 0.5
+    for path in ("example_lab:other", "no_such_module_here:build", "example_lab:"):
         with rejects("schedule.name", path, "import"):
             build_schedule(ScheduleConfig(path), 10)

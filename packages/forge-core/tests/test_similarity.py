@@ -16,7 +16,7 @@ Y = X @ torch.randn(7, 5, generator=RANDOM) + torch.randn(60, 5, generator=RANDO
 Q = torch.linalg.qr(torch.randn(7, 7, generator=RANDOM)).Q
 
 
-def test_linear_cka_is_the_hsic_of_centred_gram_matrices():
+def test_linear_cka_is_the_hsic_of_centered_gram_matrices():
     n = len(X)
     centre = torch.eye(n).double() - 1 / n
     k, g = ((centre @ (z.double() @ z.double().T) @ centre) for z in (X, Y))
@@ -54,7 +54,7 @@ def test_rotation_shift_and_scale_do_not_count(measure):
     assert measure(Y, X) == pytest.approx(measure(X, Y), abs=1e-9)
 
 
-def test_random_features_are_alike_to_the_biased_one_alone():
+def test_random_features_are_alike_only_to_the_biased_estimator():
     x, y = torch.randn(50, 200, generator=RANDOM), torch.randn(50, 200, generator=RANDOM)
     assert linear_cka(x, y) > 0.7
     assert abs(debiased_linear_cka(x, y)) < 0.1
@@ -70,7 +70,7 @@ def test_svcca_is_the_mean_of_canonical_correlations():
 
 
 @pytest.mark.slow
-def test_batches_are_averaged_to_the_whole():
+def test_batches_are_averaged_to_the_full_value():
     one = MinibatchCKA()
     one.update(X, Y)
     assert one.value() == pytest.approx(debiased_linear_cka(X, Y), abs=1e-12)
@@ -88,7 +88,7 @@ def test_batches_are_averaged_to_the_whole():
         MinibatchCKA().value()
 
 
-def test_what_means_nothing_is_refused():
+def test_inputs_without_a_similarity_are_rejected():
     with rejects("MinibatchCKA", ..., "empty"):
         MinibatchCKA().value()
     with rejects("x", 10, "directions"):

@@ -65,7 +65,7 @@ def test_weights_are_summed_in_float64() -> None:
     assert batch(weights=None).label_weight == valid
 
 
-def test_filler_has_every_extra_and_weighs_nothing() -> None:
+def test_padding_sequences_have_every_extra_and_weight_zero() -> None:
     whole = batch()
     filled = whole.with_filler(3)
     assert filled.label_weight == whole.label_weight
@@ -106,7 +106,7 @@ def test_moving_leaves_what_is_named() -> None:
         ({"extras": {"patches": ragged(7)}}, ("extras.patches", 7, "length")),
     ],
 )
-def test_what_does_not_fit_the_rows_is_refused(
+def test_extras_that_do_not_fit_the_rows_are_rejected(
     fields: dict[str, Any], problem: tuple[str, Any, str]
 ) -> None:
     with rejects(*problem):
@@ -114,12 +114,12 @@ def test_what_does_not_fit_the_rows_is_refused(
 
 
 @pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 4, 3], [], [[0, 3]]])
-def test_offsets_that_are_none_are_refused(offsets: Any) -> None:
+def test_invalid_offsets_are_rejected(offsets: Any) -> None:
     with rejects("row_offsets", offsets, "order"):
         Ragged(torch.zeros(3), torch.tensor(offsets, dtype=torch.int64))
 
 
-def test_rows_in_another_order_are_refused() -> None:
+def test_rows_in_another_order_are_rejected() -> None:
     with rejects("rows", slice(None, None, -1), "order"):
         ragged(4)[::-1]
 
@@ -152,7 +152,7 @@ class Pictures:
         return 100
 
 
-def test_a_stream_that_has_nothing_to_give_without_rows_is_told_so() -> None:
+def test_a_stream_without_sequences_and_without_extras_is_an_error() -> None:
     class Stacked(Pictures):
         def arrays(self, ids: np.ndarray) -> dict[str, Any]:
             return {"tokens": np.stack([np.zeros(S, np.int64) for _ in ids])}
@@ -162,7 +162,7 @@ def test_a_stream_that_has_nothing_to_give_without_rows_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_stream_gives_extras_through_workers_and_filler(num_workers: int) -> None:
+def test_a_stream_gives_extras_through_workers_and_padding_sequences(num_workers: int) -> None:
     loader = Loader(Pictures(), 5, rank=1, world_size=2, num_workers=num_workers)
     for step in range(2):
         got, first = next(loader), 5 * step + 3

@@ -28,7 +28,7 @@ from forge_data.chat.template import ChatTemplate
 from forge_data.kinds import ChatConfig
 from forge_data.packing_config import PackingConfig
 from forge_data.prepare import prepare
-from forge_testing.chats import CHATML, TALKS, save_tokenizer, say, talk, write_talks
+from forge_testing.chats import CHATML, DIALOGS, chat_message, dialog, save_tokenizer, write_dialogs
 from forge_testing.interleave import interleave
 from forge_testing.problems import rejects
 
@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 def many(count):
     """Conversations of many lengths."""
-    return [talk(f"what {i}?", "the sky " * (i % 7) + f"yes {i}") for i in range(count)]
+    return [dialog(f"what {i}?", "the sky " * (i % 7) + f"yes {i}") for i in range(count)]
 
 
 def of_row(batch, row):
@@ -74,10 +74,10 @@ def alone(ids, weights):
     return ids.tolist(), labels, list(range(len(ids)))
 
 
-def test_an_epoch_has_each_conversation_once_and_whole(tmp_path, folder):
+def test_an_epoch_has_each_conversation_once_and_complete(tmp_path, folder):
     talks = many(40)
     config = ChatConfig(tokenizer=str(folder))
-    source = Conversations(write_talks(tmp_path / "talks.jsonl", talks), config)
+    source = Conversations(write_dialogs(tmp_path / "talks.jsonl", talks), config)
     stream, template = source.stream(96, seed=3), ChatTemplate(config)
     for epoch in (0, 1):
         batch = batch_of(stream, range(epoch * len(stream), (epoch + 1) * len(stream)))
@@ -102,7 +102,7 @@ def test_an_epoch_has_each_conversation_once_and_whole(tmp_path, folder):
 def test_F219_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(
     tmp_path, folder
 ):
-    path = write_talks(tmp_path / "talks.jsonl", many(40))
+    path = write_dialogs(tmp_path / "talks.jsonl", many(40))
     source = Conversations(path, ChatConfig(tokenizer=str(folder)))
     count = len(source.stream(96))
     ids = [np.arange(3), np.arange(count, count + 3)]
@@ -113,9 +113,12 @@ def test_F219_rows_are_those_of_their_epoch_while_another_thread_reads_another_e
 
 
 def test_weights_are_those_of_the_labels(tmp_path, folder):
-    talks = [[say("user", "a"), say("assistant", "blue sky", weight=0.25)], talk("b", "c")]
+    talks = [
+        [chat_message("user", "a"), chat_message("assistant", "blue sky", weight=0.25)],
+        dialog("b", "c"),
+    ]
     source = Conversations(
-        write_talks(tmp_path / "t.jsonl", talks), ChatConfig(tokenizer=str(folder))
+        write_dialogs(tmp_path / "t.jsonl", talks), ChatConfig(tokenizer=str(folder))
     )
     batch = batch_of(source.stream(64), [0])
     assert set(batch.weights[0][batch.labels[0] >= 0].tolist()) == {0.25, 1.0}
@@ -126,7 +129,7 @@ def test_weights_are_those_of_the_labels(tmp_path, folder):
 
 
 def test_rendered_once_and_again_where_the_cache_is_damaged(tmp_path, folder, cache, monkeypatch):
-    path, config = write_talks(tmp_path / "t.jsonl"), ChatConfig(tokenizer=str(folder))
+    path, config = write_dialogs(tmp_path / "t.jsonl"), ChatConfig(tokenizer=str(folder))
     calls = []
     encode = ChatTemplate.encode_answers
 
@@ -138,7 +141,7 @@ def test_rendered_once_and_again_where_the_cache_is_damaged(tmp_path, folder, ca
     first = Conversations(path, config)
     wanted = first.stream(96).arrays(np.arange(2))
     again = Conversations(path, config)
-    assert len(calls) == len(TALKS)
+    assert len(calls) == len(DIALOGS)
     assert first.fingerprint() == again.fingerprint()
     copy = pickle.loads(pickle.dumps(first.stream(96)))  # as a worker gets it
     assert all((copy.arrays(np.arange(2))[k] == v).all() for k, v in wanted.items())
@@ -153,7 +156,7 @@ def test_rendered_once_and_again_where_the_cache_is_damaged(tmp_path, folder, ca
         )
         assert (made / name).read_bytes() != before
         found = Conversations(path, config).stream(96).arrays(np.arange(2))
-        assert len(calls) == count + len(TALKS), name
+        assert len(calls) == count + len(DIALOGS), name
         assert all((found[k] == v).all() for k, v in wanted.items())
     assert not [p for p in cache.iterdir() if p.name.startswith(".")]
     if os.getuid():
@@ -166,14 +169,14 @@ def numbers(warnings):
     return [[int(number) for number in re.findall(r"\d+", warning)] for warning in warnings]
 
 
-def test_too_long_conversations_are_refused_cut_or_left_out_and_counted(tmp_path, folder):
+def test_too_long_conversations_are_rejected_truncated_or_left_out_and_counted(tmp_path, folder):
     talks = [
         *many(6),
-        talk("what", "the sky is blue " * 30),
+        dialog("what", "the sky is blue " * 30),
         *many(3),
-        talk("the sky " * 60, "yes"),
+        dialog("the sky " * 60, "yes"),
     ]
-    path = write_talks(tmp_path / "t.jsonl", talks)
+    path = write_dialogs(tmp_path / "t.jsonl", talks)
     refused = Conversations(path, ChatConfig(tokenizer=str(folder)))
     places = ", ".join(f"{path} line {line}" for line in (7, 11))
     with rejects("seq_len", 64, "too_long", InvalidData, where=f" {places};"):
@@ -193,10 +196,12 @@ def test_too_long_conversations_are_refused_cut_or_left_out_and_counted(tmp_path
 @pytest.mark.parametrize("policy", ["truncate", "skip"])
 def test_F134_the_line_of_a_source_counts_what_its_rows_train(tmp_path, folder, policy):
     """Against the rows of an epoch."""
-    talks = [talk("the sky " * (3 * n), "yes " * (9 * n + 1), "and?", "the sky") for n in range(6)]
-    talks.append([say("user", "a"), say("assistant", "b", weight=0)])
+    talks = [
+        dialog("the sky " * (3 * n), "yes " * (9 * n + 1), "and?", "the sky") for n in range(6)
+    ]
+    talks.append([chat_message("user", "a"), chat_message("assistant", "b", weight=0)])
     config = ChatConfig(tokenizer=str(folder), too_long=policy)
-    path = write_talks(tmp_path / "t.jsonl", talks)
+    path = write_dialogs(tmp_path / "t.jsonl", talks)
     for seq_len in (40, 64, 128, 4096):
         stream = Conversations(path, config).stream(seq_len)
         batch = batch_of(stream, range(len(stream)))
@@ -209,12 +214,12 @@ def test_F134_the_line_of_a_source_counts_what_its_rows_train(tmp_path, folder, 
     assert line in header
 
 
-def test_F154_conversations_that_are_cut_to_no_label_are_left_out(tmp_path, folder):
+def test_F154_conversations_that_are_truncated_to_no_label_are_left_out(tmp_path, folder):
     """Against the labels of each, by brute force, at each length."""
-    talks = [talk("the sky " * (3 * n), "yes " * 4) for n in range(6)]
-    talks.append([say("user", "a"), say("assistant", "b", weight=0)])
+    talks = [dialog("the sky " * (3 * n), "yes " * 4) for n in range(6)]
+    talks.append([chat_message("user", "a"), chat_message("assistant", "b", weight=0)])
     config = ChatConfig(tokenizer=str(folder), too_long="truncate")
-    source = Conversations(write_talks(tmp_path / "t.jsonl", talks), config)
+    source = Conversations(write_dialogs(tmp_path / "t.jsonl", talks), config)
     template = ChatTemplate(config)
     encoded = [template.encode(conversation_of(Record("", {"messages": t}), config)) for t in talks]
     for seq_len in (24, 32, 64, 128):
@@ -227,7 +232,7 @@ def test_F154_conversations_that_are_cut_to_no_label_are_left_out(tmp_path, fold
         said = [line for line in stream.warnings if "no label" in line]
         assert numbers(said) == ([[7 - len(kept), 7, seq_len]] if len(kept) < 7 else [])
     with rejects("seq_len", 4, "all_skipped", InvalidData):
-        Conversations(write_talks(tmp_path / "u.jsonl", talks[:-1]), config).stream(4)
+        Conversations(write_dialogs(tmp_path / "u.jsonl", talks[:-1]), config).stream(4)
 
 
 TOOLS = (
@@ -240,7 +245,7 @@ TOOLS = (
 def with_tools(name, properties, arguments):
     parameters = {"type": "object", "properties": properties}
     call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    said = [say("user", "a"), say("assistant", "", tool_calls=[call]), say("tool", "c"), say("assistant", "d")]  # fmt: skip
+    said = [chat_message("user", "a"), chat_message("assistant", "", tool_calls=[call]), chat_message("tool", "c"), chat_message("assistant", "d")]  # fmt: skip
     tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
     return {"messages": said, "tools": [tool]}
 
@@ -251,13 +256,13 @@ def test_F145_tables_give_the_tools_and_arguments_of_lines(tmp_path, folder):
     talks = [
         with_tools("f", {"a": {"type": "string", "enum": ["x", "y"]}}, {"a": "x"}),
         with_tools("g", {"b": {"type": "integer", "minimum": 0}}, {"b": 1, "c": {"d": [2]}}),
-        {"messages": talk("hi", "yes"), "tools": None},
+        {"messages": dialog("hi", "yes"), "tools": None},
     ]
     (tmp_path / "t.jinja").write_text(TOOLS)
     config = ChatConfig(
         tokenizer=str(folder), template=str(tmp_path / "t.jinja"), tools_field="tools"
     )
-    write_talks(tmp_path / "t.jsonl", talks)
+    write_dialogs(tmp_path / "t.jsonl", talks)
     saved = datasets.Dataset.from_list(talks)
     saved.to_parquet(str(tmp_path / "t.parquet"))
     saved.save_to_disk(str(tmp_path / "saved"))
@@ -275,7 +280,7 @@ def test_F145_tables_give_the_tools_and_arguments_of_lines(tmp_path, folder):
         found[name] = rendered.counts["sha256"]
     assert len(set(found.values())) == 1  # weights of labels
     said = with_tools("f", {}, {"a": None})
-    record = next(read_records([write_talks(tmp_path / "n.jsonl", [said])]))
+    record = next(read_records([write_dialogs(tmp_path / "n.jsonl", [said])]))
     assert record.content == said  # a null that JSONL has was written by somebody
 
 
@@ -287,17 +292,17 @@ def test_F134_keys_of_conversations_that_are_not_read(tmp_path, folder):
         "messages.images": ["a.png"], "messages.loss": False, "messages.wieght": 0,
     }  # fmt: skip
     for number, (name, value) in enumerate(lost.items()):
-        record = {"messages": talk("a", "b"), "id": 1}
+        record = {"messages": dialog("a", "b"), "id": 1}
         place = record["messages"][1] if "." in name else record
         place[name.rpartition(".")[2]] = value
-        path = write_talks(tmp_path / f"{number}.jsonl", [talk("a", "b"), record])
+        path = write_dialogs(tmp_path / f"{number}.jsonl", [dialog("a", "b"), record])
         code = "misspelt" if name in ("mesages", "messages.wieght") else "not_read"
         with rejects(name, value, code, InvalidData, where=f"{path} line 2"):
             Conversations(path, config)
         source = Conversations(path, replace(config, ignore_keys=[name]))
         assert source.rendered.counts["not_read"] == {name: 1, "id": 1}
-    talks = [{"messages": talk("a", "b"), "id": 1, "tools": []}, {"messages": talk("c", "dd"), "score": 0, "id": 2}]  # fmt: skip
-    path = write_talks(tmp_path / "t.jsonl", talks)
+    talks = [{"messages": dialog("a", "b"), "id": 1, "tools": []}, {"messages": dialog("c", "dd"), "score": 0, "id": 2}]  # fmt: skip
+    path = write_dialogs(tmp_path / "t.jsonl", talks)
     for _ in range(2):
         stream = Conversations(path, config).stream(64)
         batch = batch_of(stream, [0])
@@ -332,9 +337,9 @@ def test_F134_keys_of_messages_that_the_template_does_not_read(
     tmp_path, folder, key, value, read_by
 ):
     """Content that a template passes over is refused, another key counted; one that it renders is read. Weights never are."""
-    said = talk("a", "b")
+    said = dialog("a", "b")
     said[1][key] = value
-    path = write_talks(tmp_path / "t.jsonl", [talk("a", "b"), {"messages": said}])
+    path = write_dialogs(tmp_path / "t.jsonl", [dialog("a", "b"), {"messages": said}])
     plain = ChatConfig(tokenizer=str(folder), train_on="all")
     name, strict = f"messages.{key}", key == "name"
     with rejects(name, value, "strict" if strict else "not_read", InvalidData, where=f"{path} line 2 message 1"):  # fmt: skip
@@ -353,35 +358,38 @@ def test_F134_keys_of_messages_that_the_template_does_not_read(
 
 def test_F134_earlier_reasoning_that_a_template_drops_is_read(tmp_path, folder):
     """Qwen3 leaves out what was thought before the last question; transformers gives reasoning under several names."""
-    said = talk("a", "b", "c", "d")
+    said = dialog("a", "b", "c", "d")
     for message in said[1::2]:
         message |= {"reasoning_content": "so", "reasoning": "so"}
     (tmp_path / "t.jinja").write_text(REASONING)
     config = ChatConfig(tokenizer=str(folder), template=str(tmp_path / "t.jinja"), train_on="last")
-    source = Conversations(write_talks(tmp_path / "t.jsonl", [said]), config)
+    source = Conversations(write_dialogs(tmp_path / "t.jsonl", [said]), config)
     text = ChatTemplate(config).tokenizer.decode(source.rendered.tokens.read(0, source.rendered.tokens.num_tokens))  # fmt: skip
     assert text.count("<think>so</think>") == 1
     assert not {"messages.reasoning_content"} & source.rendered.counts["not_read"].keys()
 
 
 def test_a_row_without_a_label_is_a_row(tmp_path, folder):
-    talks = [[say("user", "hello")], [say("user", "a"), say("assistant", "b", weight=0)]]
+    talks = [
+        [chat_message("user", "hello")],
+        [chat_message("user", "a"), chat_message("assistant", "b", weight=0)],
+    ]
     source = Conversations(
-        write_talks(tmp_path / "t.jsonl", talks), ChatConfig(tokenizer=str(folder))
+        write_dialogs(tmp_path / "t.jsonl", talks), ChatConfig(tokenizer=str(folder))
     )
     batch = batch_of(source.stream(64), [0])
     assert batch.label_weight == 0.0
     assert len(of_row(batch, 0)) == 2
     assert numbers(source.warnings(64)) == [[2, 2]]
-    talks = [talk("a<|im_end|>", "b"), talk("a", "b")]
+    talks = [dialog("a<|im_end|>", "b"), dialog("a", "b")]
     source = Conversations(
-        write_talks(tmp_path / "s.jsonl", talks), ChatConfig(tokenizer=str(folder))
+        write_dialogs(tmp_path / "s.jsonl", talks), ChatConfig(tokenizer=str(folder))
     )
     assert numbers(source.stream(64).warnings) == [[1, 2]]
 
 
-def test_F202_answers_without_an_end_are_told(tmp_path, folder):
-    path = write_talks(tmp_path / "t.jsonl", [talk("a", "b", "a", "c"), talk("a", "d")])
+def test_F202_answers_without_an_end_are_reported(tmp_path, folder):
+    path = write_dialogs(tmp_path / "t.jsonl", [dialog("a", "b", "a", "c"), dialog("a", "d")])
     (tmp_path / "lines.jinja").write_text(
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -395,8 +403,8 @@ def test_F202_answers_without_an_end_are_told(tmp_path, folder):
         assert numbers(Conversations(path, config).warnings(64)) == wanted  # of the cache
 
 
-def test_a_change_is_refused_at_a_resume_with_what_differs(tmp_path, folder):
-    path = write_talks(tmp_path / "t.jsonl", many(12))
+def test_a_change_is_rejected_at_a_resume_with_the_difference(tmp_path, folder):
+    path = write_dialogs(tmp_path / "t.jsonl", many(12))
     other = save_tokenizer(tmp_path / "other", CHATML.replace("\\n", " "))
     assert other.chat_template != CHATML
     (tmp_path / "same.jinja").write_text(CHATML + "{# the same #}")
@@ -416,7 +424,7 @@ def test_a_change_is_refused_at_a_resume_with_what_differs(tmp_path, folder):
         with rejects("fingerprint", code="mismatch", kind=InvalidData) as error:
             loader(**options).load_state_dict(state)
         assert all(f"  source.{key}: checkpoint " in str(error.value) for key in keys)
-    write_talks(path, many(11))
+    write_dialogs(path, many(11))
     changed = "source.conversations: checkpoint 12, now 11"
     with rejects("fingerprint", code="mismatch", kind=InvalidData, where=changed):
         loader().load_state_dict(state)
@@ -425,15 +433,15 @@ def test_a_change_is_refused_at_a_resume_with_what_differs(tmp_path, folder):
 def test_parquet_a_saved_set_and_a_folder_give_the_same_rows(tmp_path, folder):
     datasets, zstandard = map(pytest.importorskip, ("datasets", "zstandard"))
     config = ChatConfig(tokenizer=str(folder))
-    talks = [*many(5), [say("system", "be short"), *talk("a", "b")]]
-    write_talks(tmp_path / "t.jsonl", talks)
+    talks = [*many(5), [chat_message("system", "be short"), *dialog("a", "b")]]
+    write_dialogs(tmp_path / "t.jsonl", talks)
     saved = datasets.Dataset.from_list([{"messages": t} for t in talks])
     saved.to_parquet(str(tmp_path / "t.parquet"))
     saved.save_to_disk(str(tmp_path / "saved"))
     split = tmp_path / "split"
     for name, part in (("train", talks[:4]), ("validation", talks[4:])):
         (split / name).mkdir(parents=True)
-        write_talks(split / name / "a.jsonl", part)
+        write_dialogs(split / name / "a.jsonl", part)
     wanted = Conversations(tmp_path / "t.jsonl", config).fingerprint()
     lines = (tmp_path / "t.jsonl").read_bytes()
     halves = [
@@ -486,7 +494,7 @@ def test_broken_files_name_the_line_and_leave_no_cache(
             Conversations(tmp_path / "t.parquet", ChatConfig(tokenizer=str(folder)))
 
 
-def test_F172_two_columns_of_one_name_are_refused(tmp_path, folder, cache):
+def test_F172_two_columns_of_one_name_are_rejected(tmp_path, folder, cache):
     arrow = pytest.importorskip("pyarrow")
     talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
     columns = arrow.table([talk, talk], names=["messages", "messages"])
@@ -496,7 +504,7 @@ def test_F172_two_columns_of_one_name_are_refused(tmp_path, folder, cache):
 
 
 def test_packed_files_that_end_early_or_are_no_such_are_named(tmp_path, folder, cache):
-    lines = write_talks(tmp_path / "t.jsonl").read_bytes()
+    lines = write_dialogs(tmp_path / "t.jsonl").read_bytes()
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-5])
     (tmp_path / "b.jsonl.zst").write_bytes(gzip.compress(lines))
     for name, code in (("a.jsonl.gz", "truncated"), ("b.jsonl.zst", "damaged")):
@@ -519,7 +527,7 @@ def test_a_saved_set_that_is_damaged_or_cannot_be_read(tmp_path, folder, monkeyp
 
 
 def test_chosen_by_name(tmp_path, folder):
-    path = str(write_talks(tmp_path / "t.jsonl"))
+    path = str(write_dialogs(tmp_path / "t.jsonl"))
     chat = ChatConfig(tokenizer=str(folder))
     assert isinstance(open_source(SourceConfig("chat", path, chat=chat)), Conversations)
     given = {"name": "chat", "path": path, "chat": chat}
@@ -543,16 +551,16 @@ def test_chosen_by_name(tmp_path, folder):
             ChatConfig(**{key: value})
 
 
-def test_conversations_mix_with_text_which_weighs_one(tmp_path, folder):
+def test_conversations_mix_with_text_of_weight_one(tmp_path, folder):
     prepared = tmp_path / "tokens"
     (tmp_path / "text.txt").write_text("the sky is blue\n" * 50)
     made = str(folder / "tokenizer.json")
     prepare(tmp_path / "text.txt", prepared, tokenizer=made, document="line")
     text = TrainingSourceConfig("tokens", str(prepared), weight=1.0)
     for weight in (1, 0.5):
-        one = [say("user", "a"), say("assistant", "b", weight=weight)]
-        talks = [*many(20), one, talk("what", "the sky is blue " * 30)]
-        path = str(write_talks(tmp_path / f"{weight}.jsonl", talks))
+        one = [chat_message("user", "a"), chat_message("assistant", "b", weight=weight)]
+        talks = [*many(20), one, dialog("what", "the sky is blue " * 30)]
+        path = str(write_dialogs(tmp_path / f"{weight}.jsonl", talks))
         chat = ChatConfig(tokenizer=str(folder), too_long="skip")
         sources = {"text": text, "talks": TrainingSourceConfig("chat", path, chat=chat, weight=1.0)}
         stream = open_training(DataConfig(48, sources=sources))

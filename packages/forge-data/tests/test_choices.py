@@ -28,12 +28,12 @@ def questions_of(path: Path, *records: dict[str, Any], seq_len: int = 8) -> list
     return read_questions(questions_file(path, *records), BYTE, seq_len)
 
 
-def test_white_space_behind_a_prompt_goes_to_the_choice() -> None:
+def test_white_space_after_a_prompt_goes_to_the_choice() -> None:
     assert split_ids(BYTE, "a ", "b") == ([97, 32, 98], 1)
     assert split_ids(BYTE, "a", " b") == ([97, 32, 98], 1)
 
 
-def test_labels_are_those_of_the_choice_and_the_rest_is_filler(tmp_path: Path) -> None:
+def test_labels_are_those_of_the_choice_and_the_rest_is_masked(tmp_path: Path) -> None:
     record = {"prompt": "ab", "choices": ["c", "de"], "answer": 1}
     (question,) = questions_of(tmp_path / "q", record)
     batch = batch_of_choices(question.choices, 3, 4)

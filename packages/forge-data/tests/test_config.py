@@ -138,7 +138,7 @@ def test_phase_rules(settings, problem):
         ({"max_epochs": 0}, ("max_epochs", 0, "range")),
     ],
 )
-def test_share_rules(settings, problem):
+def test_wrong_shares_are_rejected(settings, problem):
     with rejects(*problem):
         TrainingSourceConfig(**settings)
 

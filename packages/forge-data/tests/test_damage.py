@@ -78,7 +78,9 @@ def flip(path, at):
     ],
 )
 @pytest.mark.parametrize("mode", ["touch", "off"])
-def test_F93_offsets_that_do_not_rise_are_refused_when_opened(folder, damage, number, offset, mode):
+def test_F93_offsets_that_do_not_rise_are_rejected_when_opened(
+    folder, damage, number, offset, mode
+):
     path = folder / "documents.bin"
     offsets = damage(np.fromfile(path, "<i8")).astype("<i8")
     offsets.tofile(path)
@@ -89,7 +91,7 @@ def test_F93_offsets_that_do_not_rise_are_refused_when_opened(folder, damage, nu
     assert offset in (ANY, offsets[number])
 
 
-def test_F93_offsets_that_rise_and_are_others_are_refused(folder):
+def test_F93_other_rising_offsets_are_rejected(folder):
     flip(folder / "documents.bin", 8)
     with rejects("sha256", ..., "mismatch", InvalidData, where="documents.bin"):
         TokenFiles(folder)
@@ -139,7 +141,7 @@ def test_F93_full_names_the_block_when_opened_and_off_does_not_look(folder):
     assert ids.tolist() == [*b"00000xxxxx"]
 
 
-def test_F93_folders_without_block_digests_are_verified_whole_when_opened(old_folder):
+def test_F93_folders_without_block_digests_are_fully_verified_when_opened(old_folder):
     assert TokenFiles(old_folder).read(0, 3).tolist() == [48, 48, 48]
     assert verify(old_folder) == 60 * 2501
     flip(old_folder / "tokens.bin", 40)
@@ -149,7 +151,7 @@ def test_F93_folders_without_block_digests_are_verified_whole_when_opened(old_fo
     TokenFiles(old_folder, verify="off")
 
 
-def test_what_was_verified_whole_is_not_read_again_in_a_worker(old_folder, monkeypatch):
+def test_fully_verified_files_are_not_read_again_in_a_worker(old_folder, monkeypatch):
     sent = pickle.dumps(TokenFiles(old_folder))
     monkeypatch.setattr("forge_data.tokens.files.check_digest", pytest.fail)
     assert pickle.loads(sent).read(0, 1).tolist() == [48]

@@ -435,7 +435,7 @@ def check_section(seed: int, folder: Path) -> bool:
     ],
     ids=str,
 )
-def test_random_data_is_read_as_the_slow_simulation_says(
+def test_random_data_is_read_as_in_the_slow_simulation(
     seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))

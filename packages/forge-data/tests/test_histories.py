@@ -249,7 +249,7 @@ def test_any_history_reads_the_one_sequence_of_its_config(folders, seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
-def test_any_history_reads_the_one_sequence_of_shards_beside_files(folders, seed):
+def test_any_history_reads_the_one_sequence_of_shards_and_files(folders, seed):
     draw = random.Random(seed)
     rows = rows_of(sharded_stream(folders).arrays(np.arange(ROWS)))
     check_history(lambda: sharded_stream(folders), draw, rows)

@@ -126,7 +126,7 @@ def test_F134_columns_whose_content_would_be_lost_are_named(tmp_path, datasets, 
         opened("set", strict=True)
 
 
-def test_without_the_library_the_name_is_refused(monkeypatch):
+def test_without_the_library_the_name_is_rejected(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with rejects("name", "huggingface", "requires"):
         open_source(SourceConfig("huggingface", "sets/web"))

@@ -80,7 +80,7 @@ def documents(stream):
 @pytest.mark.parametrize(
     ("make", "pieces"), [(parquet, 9), (json_lines, 2), (saved, 3), (arrow, 3)]
 )
-def test_each_format_is_cut_into_pieces_that_have_every_text_once(tmp_path, make, pieces):
+def test_each_format_is_split_into_chunks_that_have_every_text_once(tmp_path, make, pieces):
     stream = stream_of(make(tmp_path / "set"))
     assert len(stream.pieces) == pieces
     assert stream.num_shards == min(4, pieces)
@@ -224,7 +224,7 @@ def test_other_columns_of_parquet_are_not_read(tmp_path):
 
 
 @pytest.mark.lane("quick")
-def test_data_that_changed_are_refused_with_the_difference(tmp_path):
+def test_changed_data_is_rejected_with_the_difference(tmp_path):
     folder = parquet(tmp_path / "set")
     loader = Loader(stream_of(folder), 4)
     next(loader)
@@ -260,12 +260,12 @@ def test_data_that_changed_are_refused_with_the_difference(tmp_path):
         ),
     ],
 )
-def test_keys_that_mean_nothing_are_refused(options, problem):
+def test_keys_without_an_effect_are_rejected(options, problem):
     with rejects(*problem):
         HuggingFaceConfig(**options)
 
 
-def test_what_needs_a_number_of_rows_is_refused():
+def test_options_that_need_a_number_of_rows_are_rejected():
     streamed = HuggingFaceConfig(streaming=True)
     limited = TrainingSourceConfig("huggingface", "a", huggingface=streamed, max_epochs=2)
     with rejects("sources.web.max_epochs", 2, "streaming"):

@@ -177,7 +177,7 @@ def test_llama_3_shards_have_ids_of_32_bits(tmp_path):
     assert source_of("llm.c", path).read(0, 3).tolist() == [128_000, 5, EOT]
 
 
-def test_sequences_of_megatron_are_joined_to_documents_and_empty_ones_left_out(tmp_path):
+def test_sequences_of_megatron_are_concatenated_to_documents_and_empty_ones_left_out(tmp_path):
     documents = [DOCUMENTS[0], [], *DOCUMENTS[1:], []]
     write_megatron(tmp_path, documents, "int32", lambda d: [d[:2], d[2:]])
     for path in (tmp_path / "text", tmp_path / "text.bin", tmp_path):
@@ -331,7 +331,7 @@ def test_any_flipped_byte_of_a_header_is_found_or_harmless(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_ids_that_grow_after_the_look_through_are_refused(tmp_path, kind):
+def test_ids_that_grow_after_the_scan_are_rejected(tmp_path, kind):
     path = WRITERS[kind](tmp_path)
     source = source_of(kind, path)
     assert source.max_token_id == 300
@@ -371,7 +371,7 @@ def test_a_job_that_opens_a_source_often_looks_through_it_once(tmp_path, monkeyp
         ({"name": "npy", "path": "x", "options": {"a": 1}}, ("options", {'a': 1}, "excludes")),
     ],
 )  # fmt: skip
-def test_keys_of_another_kind_are_refused(arguments, problem):
+def test_keys_of_another_kind_are_rejected(arguments, problem):
     border = type(SourceConfig().npy)
     with rejects(*problem):
         TrainingSourceConfig(
@@ -379,7 +379,7 @@ def test_keys_of_another_kind_are_refused(arguments, problem):
         )
 
 
-def test_a_dtype_that_a_header_contradicts_is_refused(tmp_path):
+def test_a_dtype_that_a_header_contradicts_is_rejected(tmp_path):
     with rejects("dtype", "uint32", "mismatch"):
         source_of("llm.c", write_llm_c(tmp_path), dtype="uint32")
     wide = source_of(
@@ -427,7 +427,7 @@ def test_F150_a_split_is_a_word_of_a_name(tmp_path, names, trained, held_out):
         assert " ".join(file.stem for file in found) == held_out
 
 
-def test_F150_test_shards_alone_are_none_of_training_and_what_is_left_out_is_said(tmp_path, caplog):
+def test_F150_test_shards_are_not_trained_on_and_are_reported(tmp_path, caplog):
     write_nanogpt(tmp_path, name="web_test.bin")
     with rejects("path", str(tmp_path), "no_train", InvalidData):
         source_of("nanogpt", tmp_path)

@@ -129,7 +129,7 @@ def streamed(folder, words):
 
 
 @pytest.mark.parametrize("kind", [tokens, text, hugging_face, streamed])
-def test_F142_documents_of_text_begin_and_end_as_the_tokenizer_says_once(
+def test_F142_documents_of_text_have_the_tokenizers_first_and_last_token_once(
     tmp_path, words, kind, monkeypatch
 ):
     """Also where the text spells the tokens, and as they did before where the tokenizer writes none."""
@@ -166,7 +166,7 @@ def test_F48_every_packing_goes_on_with_documents_longer_than_a_row(tmp_path, wo
 
 
 @pytest.mark.parametrize("kind", [*KINDS, lambda *a: hugging_face(*a, streaming=True)])
-def test_F49_every_kind_tells_its_largest_id_before_a_row_is_read(tmp_path, words, kind):
+def test_F49_every_kind_gives_its_largest_id_before_a_row_is_read(tmp_path, words, kind):
     """At least what its rows hold: a run compares it with the model's vocabulary before anything starts."""
     header = open_header(kind(tmp_path, words))
     assert max(IDS) <= header.max_token_id <= len(WORDS) - 1

@@ -42,7 +42,7 @@ def test_a_window_of_10_to_the_15_costs_nothing():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_goes_on_behind_the_window_and_after_a_resume(stream, num_workers):
+def test_a_loader_goes_on_after_the_window_and_after_a_resume(stream, num_workers):
     loader = Loader(stream, 4, num_workers=num_workers)
     assert ids(loader, 2) == list(range(8))
     loader.skip(9, 13)
@@ -57,7 +57,7 @@ def test_a_loader_goes_on_behind_the_window_and_after_a_resume(stream, num_worke
     assert ids(resumed, 1) == [21, 22, 23, 24]
 
 
-def test_who_never_saw_the_window_has_the_same_batches_and_digests(stream):
+def test_a_loader_without_the_window_has_the_same_batches_and_digests(stream):
     late, early = Loader(stream, 4), Loader(stream, 4)
     early.skip(12, 15)
     assert [next(late).digest for _ in range(3)] == [next(early).digest for _ in range(3)]
@@ -75,7 +75,7 @@ def test_the_window_does_not_depend_on_the_number_of_ranks(stream):
 
 
 @pytest.mark.parametrize("window", [(5, 3), (-5, 3), (1.5, 3), ("a", 3), (0, 2**62)])
-def test_windows_that_are_none_are_refused(window):
+def test_invalid_windows_are_rejected(window):
     with rejects("window", window, "range"):
         Ledger([window])
 
@@ -105,7 +105,7 @@ def test_what_was_handed_out_cannot_be_skipped(stream):
         ([[8, 9], [1, 2]], [[8, 9], [1, 2]], "order"),
     ],
 )
-def test_windows_that_no_loader_saved_are_refused(stream, skipped, value, code):
+def test_windows_that_no_loader_saved_are_rejected(stream, skipped, value, code):
     loader = Loader(stream, 4)
     loader.skip(4, 6)
     next(loader)

@@ -63,7 +63,7 @@ def test_stream_does_not_depend_on_world_size(stream, world_size):
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(3, 1), (5, 1), (3, 4), (5, 4), (7, 2)])
-def test_F101_any_number_of_ranks_deals_out_whole_micro_batches(
+def test_F101_any_number_of_ranks_gets_full_micro_batches(
     stream, world_size, micro_batch, num_workers
 ):
     """In stream order, the first ranks one more; filler behind the rows, never among them."""
@@ -148,7 +148,7 @@ def test_resume_is_O1(stream):
     assert next(loader).instance_ids.tolist() == [10**15 + i for i in range(4)]
 
 
-def test_changed_data_at_resume_is_refused_with_a_diff(stream):
+def test_changed_data_at_resume_is_rejected_with_a_diff(stream):
     state = Loader(PackedStream(BuiltinCorpus("validation"), 32, seed=3), 4).state_dict()
     loader = Loader(stream, 4)
     next(loader)
@@ -228,7 +228,7 @@ def test_states_of_older_versions_load(stream):
         ({"fingerprint": 3}, ("fingerprint", ..., "missing")),
     ],
 )
-def test_F102_what_is_no_state_is_refused(stream, bad, problem):
+def test_F102_an_invalid_state_is_rejected(stream, bad, problem):
     loader = Loader(stream, 4)
     state = {**loader.state_dict(), **bad} if isinstance(bad, dict) and bad else bad
     for load in (loader.load_checks, loader.load_state_dict):
@@ -262,12 +262,12 @@ def test_F102_what_is_no_state_is_refused(stream, bad, problem):
         ),
     ],
 )
-def test_F107_bad_arguments_are_refused(stream, arguments, problem):
+def test_F107_bad_arguments_are_rejected(stream, arguments, problem):
     with rejects(*problem):
         Loader(stream, **arguments)
 
 
-def test_F107_absurd_sizes_are_refused_before_memory_is_asked_for():
+def test_F107_absurd_sizes_are_rejected_before_memory_is_allocated():
     source = BuiltinCorpus("validation")
     for seq_len in (0, 10**12, 2**70):
         with rejects("seq_len", seq_len, "range"):
@@ -309,7 +309,7 @@ def test_an_error_while_reading_surfaces_with_its_message(num_workers, error):
     loader.close()
 
 
-def test_a_batch_that_cannot_be_prepared_is_filler(stream):
+def test_a_batch_that_cannot_be_prepared_is_padding(stream):
     loader, error = Loader(stream, 4), RuntimeError("no room on the device")
 
     def fail(batch):
@@ -351,7 +351,7 @@ def test_a_process_that_forgets_to_close_its_loader_still_ends():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
-def test_a_stop_signal_to_the_whole_job_leaves_the_workers_reading(name):
+def test_a_stop_signal_to_the_process_group_leaves_the_workers_reading(name):
     """The parent decides when to stop, and may need another batch before its save."""
     done = run_script(
         f"""

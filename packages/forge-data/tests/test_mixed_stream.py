@@ -117,7 +117,7 @@ def test_the_union_over_ranks_is_one_sequence_whatever_reads_it(seed):
     assert [row[1:] for row in got] == [want[i] for i in left[: len(got)]]
 
 
-def test_a_source_ends_with_its_epochs_and_each_instance_comes_once_in_each():
+def test_a_source_ends_with_its_epochs_and_each_sample_comes_once_in_each():
     stream = _mixed(max_epochs={"a": 1, "b": 2, "c": 3})
     end = stream.mixture.end
     arrays = stream.arrays(np.arange(end))
@@ -143,7 +143,7 @@ def test_its_fingerprint_names_all_that_determines_rows():
         (Numbers("b", extra=np.zeros((0, 2))), ("sources", ["a", "b"], "mismatch")),
     ],
 )
-def test_streams_that_differ_are_refused(other, problem):
+def test_streams_that_differ_are_rejected(other, problem):
     with rejects(*problem):
         MixedStream({"a": Numbers("a"), "b": other}, [Phase(0, (1.0, 1.0))])
 
@@ -174,7 +174,7 @@ def test_ragged_extras_stay_with_their_rows(other):
     assert len(batch.split(2)[1].extras["many"]) == 2
 
 
-def test_ragged_extras_of_other_shapes_are_refused():
+def test_ragged_extras_of_other_shapes_are_rejected():
     floats = Ragged(torch.zeros(0), torch.zeros(1, dtype=torch.int64))
     pairs = Ragged(torch.zeros(0, 2), torch.zeros(1, dtype=torch.int64))
     streams = {"a": Numbers("a", extra=floats), "b": Numbers("b", extra=pairs)}
@@ -231,7 +231,7 @@ class Weighted(Numbers):
 
 
 @pytest.mark.parametrize("kinds", [(Numbers, Weighted), (Weighted, Numbers)])
-def test_rows_without_weights_weigh_one_beside_rows_with_some(kinds):
+def test_sequences_without_weights_have_weight_one_among_weighted_ones(kinds):
     streams = {kind.__name__: kind("a") for kind in kinds}
     stream = MixedStream(streams, [Phase(0, (1.0, 1.0))])
     loader = Loader(stream, global_batch=8)
@@ -244,7 +244,7 @@ def test_rows_without_weights_weigh_one_beside_rows_with_some(kinds):
 
 
 @pytest.mark.parametrize("name", ["mixture", "from_5", "source", "order", "packing"])
-def test_no_entry_of_a_fingerprint_hides_another(name):
+def test_each_entry_of_a_fingerprint_changes_it(name):
     parts = [PackedStream(BuiltinCorpus("train"), 8, seed) for seed in (0, 1)]
     own = {f"{name}.{key}" for key in parts[0].fingerprint()}
     mixed = MixedStream({name: parts[0], "b": parts[1]}, [Phase(0, (1.0, 1.0))], {name: 2})

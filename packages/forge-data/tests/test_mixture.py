@@ -74,7 +74,7 @@ def test_each_source_comes_in_order_and_its_count_never_drifts(seed):
             mixture.locate(np.array([mixture.end]))
 
 
-def test_counts_of_many_blocks_are_the_shares_to_one_instance():
+def test_counts_of_many_blocks_are_the_shares_to_one_sample():
     weights = (0.7, 0.2, 0.0999, 0.0001)
     mixture = Mixture([Phase(0, weights)], [None] * 4)
     for position in (10**4, 10**6, 10**9, 10**15):
@@ -85,7 +85,7 @@ def test_counts_of_many_blocks_are_the_shares_to_one_instance():
         assert max(error) <= 1 + block / 2**30, (position, error)
 
 
-def test_a_far_instance_is_as_near_as_any():
+def test_a_far_sample_costs_no_more_than_a_near_one():
     mixture = Mixture([Phase(0, (5.0, 3.0, 1.0)), Phase(10**9, (1.0, 1.0, 1.0))], [None] * 3)
     mixture.locate(np.arange(10))
     ids = np.arange(10**12, 10**12 + 64)
@@ -96,7 +96,7 @@ def test_a_far_instance_is_as_near_as_any():
     assert sorted(np.bincount(sources).tolist()) == [21, 21, 22]
 
 
-def test_equal_weights_take_turns():
+def test_equal_weights_alternate():
     sources, own = Mixture([Phase(0, (1.0, 1.0))], [None, None]).locate(np.arange(8))
     assert sources.tolist() == [0, 1] * 4
     assert own.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -113,12 +113,12 @@ def test_equal_weights_take_turns():
         ([Phase(0, (float("nan"),))], ("weights", (float("nan"),), "range")),
     ],
 )
-def test_what_is_no_mixture_is_refused(phases, problem):
+def test_invalid_mixtures_are_rejected(phases, problem):
     with rejects(*problem):
         Mixture(phases, [None])
 
 
-def test_F174_a_share_of_next_to_nothing_is_refused_by_the_name_of_its_source():
+def test_F174_a_tiny_share_is_rejected_by_the_name_of_its_source():
     for weight in (1e-9, 0.9 * 2**-19, sys.float_info.min):
         with rejects("sources.b.weight", weight, "range"):
             Mixture([Phase(0, (1.0, weight))], [None, None], ["a", "b"])

@@ -70,7 +70,7 @@ SIDECARS = {
 
 
 @pytest.mark.parametrize("name", SIDECARS)
-def test_F107_a_sidecar_that_is_something_else(folder, name):
+def test_F107_a_sidecar_of_another_kind(folder, name):
     make, problem = SIDECARS[name]
     make(folder / "tokens.json")
     with rejects(*problem, InvalidData, where="tokens.json") as error:
@@ -78,7 +78,7 @@ def test_F107_a_sidecar_that_is_something_else(folder, name):
     assert len(str(error.value)) < 500
 
 
-def test_statistics_that_are_something_else(folder):
+def test_statistics_of_another_kind(folder):
     (folder / "statistics.json").write_text("?")
     with rejects("", ..., "not_json", InvalidData, where="statistics.json"):
         read_statistics(folder)
@@ -152,13 +152,13 @@ def test_F111_one_path_is_one_input(text, tmp_path, monkeypatch):
         ("9" * 5000, ("", ..., "not_json")),
     ],
 )
-def test_F111_what_stands_in_a_line_is_said(tmp_path, line, problem):
+def test_F111_errors_quote_the_content_of_a_line(tmp_path, line, problem):
     (tmp_path / "a.jsonl").write_text(line + "\n")
     with rejects(*problem, InvalidData, where="a.jsonl line 1") as error:
         prepare(tmp_path / "a.jsonl", tmp_path / "out")
     assert len(str(error.value)) < 400
 
 
-def test_F111_a_python_caller_is_told_a_python_argument(text, folder):
+def test_F111_errors_name_the_python_argument_for_a_python_caller(text, folder):
     with rejects("output", str(folder), "exists"):
         prepare(text, folder)

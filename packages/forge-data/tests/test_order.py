@@ -65,7 +65,7 @@ def test_rows_are_uniform_over_positions(n):
     assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees) + 4
 
 
-def test_neighbours_are_unrelated():
+def test_adjacent_positions_are_unrelated():
     """The mean step between successive rows of a random order is n/3."""
     n = 100_000
     rows = Permutation(n, 0, 0)(np.arange(n))
@@ -84,7 +84,7 @@ def test_F45_no_stored_permutation():
     assert 0 <= rows.min() <= rows.max() < 10**12
 
 
-def test_one_position_alone_gives_what_it_gives_in_a_crowd():
+def test_one_position_gives_what_it_gives_among_many():
     permutation = Permutation(12345, 1, 2)
     alone = [int(permutation(np.array([i]))[0]) for i in range(50)]
     assert alone == permutation(np.arange(50)).tolist()
@@ -99,6 +99,6 @@ def test_one_position_alone_gives_what_it_gives_in_a_crowd():
         (5, -1, "positions", (-1, -1)),
     ],
 )
-def test_out_of_range_is_refused(n, position, key, value):
+def test_out_of_range_is_rejected(n, position, key, value):
     with rejects(key, value, "range"):
         Permutation(n, 0, 0)(np.array([position]))

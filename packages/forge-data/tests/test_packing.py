@@ -82,7 +82,7 @@ def test_F47_the_last_token_of_a_document_does_not_predict_the_next_document():
     assert row["positions"].tolist() == [0, 1, 2, 0, 1, 2]
 
 
-def test_F47_nor_where_the_border_falls_between_two_rows():
+def test_F47_nor_where_a_boundary_falls_between_two_rows():
     stream = PackedStream(Listed([[1, 2, 9], [3, 4, 9]]), seq_len=3, shuffle=False)
     assert stream.instance(0)["labels"].tolist() == [2, 9, -100]
 
@@ -96,7 +96,7 @@ def test_F48_long_documents_are_split_over_rows_never_dropped():
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_uses_every_instance_exactly_once(shuffle):
+def test_an_epoch_uses_every_sample_exactly_once(shuffle):
     stream = PackedStream(Listed(random_documents(2)), seq_len=4, seed=5, shuffle=shuffle)
     n = len(stream)
     for epoch in range(3):
@@ -112,7 +112,7 @@ def test_epochs_have_orders_of_their_own_and_a_batch_may_span_two():
     assert across == [int(stream.rows(np.array([i]))[0]) for i in range(n - 3, n + 3)]
 
 
-def test_batch_holds_the_instances_asked_for():
+def test_batch_holds_the_requested_samples():
     stream = PackedStream(BuiltinCorpus(), 32, seed=1)
     batch = batch_of(stream, [5, 3, 10**6])
     for row, i in enumerate([5, 3, 10**6]):
@@ -125,7 +125,7 @@ def test_batch_holds_the_instances_asked_for():
 @pytest.mark.parametrize(
     "change", [{"seq_len": 8}, {"seed": 2}, {"shuffle": False}, {"documents": 3}]
 )
-def test_the_fingerprint_tells_what_the_stream_is_a_function_of(change):
+def test_the_fingerprint_depends_on_all_that_the_stream_does(change):
     base = {"seq_len": 4, "seed": 1, "shuffle": True, "documents": 2}
 
     def fingerprint(documents, **settings):
@@ -136,7 +136,7 @@ def test_the_fingerprint_tells_what_the_stream_is_a_function_of(change):
     assert json.loads(json.dumps(fingerprint(**base))) == fingerprint(**base)
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_rejected():
     with rejects("seq_len", 0, "range"):
         PackedStream(BuiltinCorpus(), 0)
     with rejects("instance", -1, "range"):

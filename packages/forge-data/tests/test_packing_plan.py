@@ -125,6 +125,6 @@ def test_no_documents_make_no_rows():
         (([3], 0), ("seq_len", 0, "range")),
     ],
 )
-def test_bad_arguments_are_refused(arguments, problem):
+def test_bad_arguments_are_rejected(arguments, problem):
     with rejects(*problem):
         plan_rows(np.array(arguments[0]), *arguments[1:])

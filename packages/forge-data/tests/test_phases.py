@@ -53,7 +53,7 @@ def phased():
     return PhasedStream([(s.name, s, start) for s, start in zip(streams, BORDERS)])
 
 
-def test_parts_that_do_not_begin_at_0_are_refused():
+def test_parts_that_do_not_begin_at_0_are_rejected():
     with rejects("parts", [5], "order"):
         PhasedStream([("a", Numbers("a", 2), 5)])
 
@@ -69,7 +69,7 @@ SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
 @pytest.mark.parametrize(
     "seed", [0, 1, 2, *(pytest.param(seed, marks=SLOW) for seed in range(3, 10))]
 )
-def test_the_union_over_ranks_is_one_sequence_across_borders(seed):
+def test_the_union_over_ranks_is_one_sequence_across_boundaries(seed):
     """Random histories of readers, batches of changing size, workers, stops and skipped windows."""
     draw = random.Random(seed)
     state, got, windows = None, [], []
@@ -144,7 +144,7 @@ def config(**phases):
     return DataConfig(16, sources=sources, phases={n: PhaseConfig(**p) for n, p in phases.items()})
 
 
-def test_phases_begin_with_the_first_row_behind_their_tokens():
+def test_phases_begin_with_the_first_row_after_their_tokens():
     data = config(
         long={"start_tokens": 1000, "seq_len": 64},
         end={"start_tokens": 2000, "weights": {"b": 1.0}},
@@ -198,7 +198,7 @@ def test_another_length_begins_a_new_epoch_in_another_order():
         ),
     ],
 )
-def test_phases_that_mean_nothing_are_refused(phases, problem):
+def test_phases_without_an_effect_are_rejected(phases, problem):
     with rejects(*problem):
         config(**phases)
 

@@ -41,7 +41,7 @@ def test_what_a_document_is(tmp_path, kind, expected):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_document_read_in_pieces_is_the_same_document(tmp_path, monkeypatch, size):
+def test_a_document_read_in_chunks_is_the_same_document(tmp_path, monkeypatch, size):
     (tmp_path / "a.txt").write_bytes(("\n \n" + TEXT * 3).encode())
     monkeypatch.setattr(read, "SLICE", size)
     prepare([tmp_path / "a.txt"], tmp_path / "out")
@@ -123,7 +123,7 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("name", BAD_INPUT)
-def test_bad_text_is_refused_and_leaves_nothing(tmp_path, name):
+def test_bad_text_is_rejected_and_leaves_nothing(tmp_path, name):
     content, arguments, problem = BAD_INPUT[name]
     (tmp_path / "a.txt").write_bytes(content)
     with rejects(*problem, InvalidData):
@@ -147,7 +147,7 @@ def test_where_a_byte_is_wrong_far_into_a_file(tmp_path):
         ('{"text": 3}', ("text", 3, "type")),
     ],
 )
-def test_bad_jsonl_is_refused_by_line(tmp_path, line, problem):
+def test_bad_jsonl_is_rejected_by_line(tmp_path, line, problem):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
     with rejects(*problem, InvalidData, where="a.jsonl line 2"):
         prepare([tmp_path / "a.jsonl"], tmp_path / "out")
@@ -165,7 +165,7 @@ def test_bad_jsonl_is_refused_by_line(tmp_path, line, problem):
         ({"output": ""}, ("output", "", "empty")),
     ],
 )
-def test_bad_arguments_are_refused(tmp_path, arguments, problem):
+def test_bad_arguments_are_rejected(tmp_path, arguments, problem):
     (tmp_path / "a.txt").write_text("text")
     with rejects(*problem) as error:
         prepare(**{"inputs": [tmp_path / "a.txt"], "output": tmp_path / "out", **arguments})
@@ -245,7 +245,7 @@ def test_when_the_last_rename_fails_the_old_files_come_back(tmp_path, monkeypatc
     assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out"}
 
 
-def test_F149_a_leading_tilde_is_the_home_folder_and_nothing_else_is(tmp_path, monkeypatch):
+def test_F149_only_a_leading_tilde_is_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for name in ("$HOME", "~x", "[a]"):

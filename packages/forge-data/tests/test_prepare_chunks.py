@@ -83,7 +83,7 @@ def content(folder):
 
 
 @pytest.mark.parametrize("every", [0, 4])
-def test_F197_the_bytes_are_those_of_one_writer_in_pieces_of_any_size(
+def test_F197_the_bytes_are_those_of_one_writer_in_chunks_of_any_size(
     tmp_path, corpus, every, monkeypatch
 ):
     expected = reference(read_documents(corpus), tmp_path / "expected", every)
@@ -115,7 +115,7 @@ def settings(**changes):
 
 
 @pytest.mark.parametrize("document", ["line", "blank_line"])
-def test_units_are_ranges_that_end_where_documents_end(tmp_path, document):
+def test_chunks_are_ranges_that_end_where_documents_end(tmp_path, document):
     text = "".join(random.Random(1).choices(["\n", "\r\n", "\r", "word", "é", " ", "\n\n"], k=8000))
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
@@ -152,13 +152,13 @@ def test_files_of_each_kind_are_divided_where_documents_end(tmp_path, kind):
     assert sum(unit.size for unit in units) == path.stat().st_size
 
 
-def test_one_line_without_an_end_is_one_unit(tmp_path):
+def test_one_line_without_an_end_is_one_chunk(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 200_000)
     (unit,) = plan.make_plan([tmp_path / "a.txt"], settings(document="line")).chunks
     assert unit.ranges[0].range == (0, 200_000)
 
 
-def test_small_files_share_a_unit_and_sizes_add_up(corpus):
+def test_small_files_share_a_chunk_and_sizes_add_up(corpus):
     found = plan.make_plan(find_inputs([corpus]), settings())
     assert len(found.chunks[-1].ranges) == 6  # and the last bytes of a file
     assert sum(unit.size for unit in found.chunks) == sum(
@@ -184,7 +184,7 @@ def test_parquet_is_divided_at_row_groups(tmp_path):
 
 
 @pytest.mark.parametrize("shards", [1, 3, 40])
-def test_each_unit_has_one_shard_and_shards_are_consecutive(corpus, shards):
+def test_each_chunk_has_one_shard_and_shards_are_consecutive(corpus, shards):
     found = plan.make_plan(find_inputs([corpus]), settings(), shards)
     parts = [found.of_shard(shard) for shard in range(shards)]
     assert [unit for part in parts for unit in part] == list(found.chunks)
@@ -266,7 +266,7 @@ def damage(path, at):
     path.write_bytes(whole)
 
 
-def test_damaged_units_do_not_become_tokens(tmp_path, corpus):
+def test_damaged_chunks_do_not_become_tokens(tmp_path, corpus):
     prepare(corpus, tmp_path / "out", shard=(0, 1))
     unit = sorted((tmp_path / "out.parts").glob("*.unit"))[0]
     damage(unit, 5)
@@ -279,7 +279,7 @@ def test_damaged_units_do_not_become_tokens(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
-def test_a_worker_that_dies_is_named_and_its_unit_begun_again_once(
+def test_a_worker_that_dies_is_named_and_its_chunk_begun_again_once(
     tmp_path, corpus, monkeypatch, caplog, deaths
 ):
     target = plan.make_plan(find_inputs([corpus]), settings()).chunks[2].ranges
@@ -366,7 +366,7 @@ def test_another_tokenizer_or_file_of_a_shard_is_named(tmp_path, corpus):
         prepare(corpus, tmp_path / "out", shard=(1, 2), **options)
 
 
-def test_a_shard_without_work_says_so(tmp_path, caplog):
+def test_a_shard_without_work_is_reported(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("one")
     prepare(tmp_path / "a.txt", tmp_path / "out", shard=(0, 3))
     assert [record.args for record in caplog.records] == [(0, 3, 1, "")]
@@ -408,7 +408,7 @@ def test_the_tokenizer_of_the_shards_is_kept_with_them(tmp_path, corpus):
 # splits, duplicates, statistics
 
 
-def test_a_fraction_is_held_out_by_the_text_alone(tmp_path, corpus):
+def test_a_fraction_is_held_out_only_by_the_text(tmp_path, corpus):
     texts = list(read_documents(corpus))
     prepare(corpus, tmp_path / "out", validation_fraction=0.3)
 
@@ -480,7 +480,7 @@ def test_statistics_are_those_of_all_lengths(tmp_path, corpus):
         ({"shard": (3, 3)}, ("shard", (3, 3), "range")),
     ],
 )
-def test_options_that_cannot_be_are_refused(tmp_path, corpus, arguments, problem):
+def test_options_that_cannot_be_are_rejected(tmp_path, corpus, arguments, problem):
     with rejects(*problem):
         prepare(corpus, tmp_path / "out", **arguments)
     assert not (tmp_path / "out.parts").exists()
@@ -758,7 +758,7 @@ def end(process):
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("other", [None, (0, 2)])
-def test_two_commands_on_one_output_are_refused_while_the_first_lives(tmp_path, corpus, other):
+def test_a_second_command_on_one_output_is_rejected_while_the_first_runs(tmp_path, corpus, other):
     """One that was killed in the middle keeps nobody out."""
     process = hang(tmp_path, shard=other)
     for attempt in [other, None]:  # the same command, and one of the whole
@@ -778,14 +778,14 @@ def test_two_commands_on_one_output_are_refused_while_the_first_lives(tmp_path, 
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out", "alone"}
 
 
-def test_a_shard_waits_for_one_that_does_the_whole(tmp_path, corpus):
+def test_a_shard_waits_for_one_that_does_all_shards(tmp_path, corpus):
     process = hang(tmp_path)
     with rejects("", ..., "locked", where=f" {process.pid} "):
         prepare(corpus, tmp_path / "out", shard=(0, 2))
     end(process)
 
 
-def test_a_refused_command_leaves_nothing(tmp_path, corpus):
+def test_a_rejected_command_leaves_nothing(tmp_path, corpus):
     """Beside an output that is there, also where an empty folder or the lock of a dead process was left."""
     prepare(corpus, tmp_path / "out")
     for left in [None, "out.parts", "out.parts.lock"]:
@@ -802,7 +802,7 @@ def test_a_refused_command_leaves_nothing(tmp_path, corpus):
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
 
 
-def test_F172_of_two_threads_with_one_output_the_second_is_refused(tmp_path, corpus):
+def test_F172_of_two_threads_with_one_output_the_second_is_rejected(tmp_path, corpus):
     """It leaves the parts and the lock of the first alone, however often it tries."""
     refused = []
 
@@ -833,7 +833,7 @@ def test_a_merge_does_not_replace_its_inputs(tmp_path, corpus):
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["a.jsonl", "c1.txt"])
-def test_a_file_that_changes_meanwhile_is_refused(tmp_path, corpus, monkeypatch, name, workers):
+def test_a_file_that_changes_meanwhile_is_rejected(tmp_path, corpus, monkeypatch, name, workers):
     """Its units were planned for what it was: ranges of another file end anywhere."""
     read = chunks.read_documents
 

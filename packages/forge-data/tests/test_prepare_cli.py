@@ -70,7 +70,7 @@ def test_F50_documents_end_with_the_tokenizers_end_token_though_its_id_is_0(text
     assert forge_data("verify", out) == 0
 
 
-def test_a_json_tokenizer_sees_whole_documents(words, tmp_path, monkeypatch):
+def test_a_json_tokenizer_gets_complete_documents(words, tmp_path, monkeypatch):
     from forge_data.prepare import read
 
     (tmp_path / "a.txt").write_text("the cat sat")
@@ -228,7 +228,7 @@ def test_bad_input_gets_a_message_and_a_code(name, text, tmp_path, monkeypatch, 
     assert {p.name for p in tmp_path.iterdir()} == {"text.txt", "there"}
 
 
-def test_what_a_command_refuses_itself(text):
+def test_what_a_command_rejects_itself(text):
     with rejects("shard", "1", "format"):
         run(["prepare", str(text), "--output", "o", "--shard", "1"])
     with rejects("path", str(text), "not_a_folder", InvalidData):
@@ -256,7 +256,7 @@ def test_help_lists_every_option(capsys):
         assert f"--{option}" in printed
 
 
-def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+def test_without_the_extra_the_error_names_what_to_install(monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "forge_data.commands", raising=False)
     monkeypatch.setitem(sys.modules, "tyro", None)
     assert main(["verify", "x"]) == 78

@@ -109,7 +109,7 @@ def test_large_files_unpack_to_the_same_text(tmp_path):
         assert documents(tmp_path / name, "line") == lines
 
 
-def test_parts_of_text_and_parquet_are_the_whole(tmp_path):
+def test_chunks_of_text_and_parquet_add_up_to_the_file(tmp_path):
     write_parquet(tmp_path / "a.parquet", RECORDS)
     assert documents(tmp_path / "a.parquet", part=(0, 1)) == KEPT[:2]
     assert documents(tmp_path / "a.parquet", part=(1, 3)) == KEPT[2:]
@@ -321,7 +321,7 @@ def test_reports_end_at_the_size_of_the_file(tmp_path):
         assert abs(done[-1] - size) <= 1, name
 
 
-def test_F150_what_is_not_read_of_a_folder_is_said(tmp_path, caplog):
+def test_F150_files_of_a_folder_that_are_not_read_are_reported(tmp_path, caplog):
     for name in ("a.jsonl", "b.json", "c.png", "d.PNG", "e/.hidden.png", "plain"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text('{"text": "x"}')
@@ -376,7 +376,7 @@ def test_text_may_hold_a_few_nulls(tmp_path):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_F134_content_beside_the_text_is_named_and_other_keys_are_counted(tmp_path, name):
+def test_F134_content_next_to_the_text_is_named_and_other_keys_are_counted(tmp_path, name):
     """Of lines and of row groups, in parts too; a table gives all rows the keys of all."""
     rows = [{"text": f"t{i}", "id": i, "images": None, "meta": {"a": 1} if i % 2 else None} for i in range(6)]  # fmt: skip
     WRITERS[name](tmp_path / name, "".join(json.dumps(r) + "\n" for r in rows).encode())

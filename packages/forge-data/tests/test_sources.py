@@ -143,7 +143,7 @@ def test_the_file_inside_a_prepared_folder_has_its_sidecar(folder):
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
 @pytest.mark.parametrize("change", [-7, 8])
-def test_truncated_and_grown_files_are_refused_at_once(folder, name, change):
+def test_truncated_and_grown_files_are_rejected_at_once(folder, name, change):
     path = folder / name
     content = path.read_bytes()
     path.write_bytes(content[:change] if change < 0 else content + bytes(change))
@@ -156,7 +156,7 @@ def test_truncated_and_grown_files_are_refused_at_once(folder, name, change):
     "key",
     ["dtype", "vocab_size", "tokenizer", "num_tokens", "num_documents", "max_token_id", "sha256"],
 )
-def test_a_sidecar_without_a_key_is_refused_by_its_name(folder, key):
+def test_a_sidecar_without_a_key_is_rejected_by_its_name(folder, key):
     edit(folder, **{key: "drop"})
     with rejects(key, ..., "type", InvalidData, where="tokens.json"):
         TokenFiles(folder)
@@ -173,7 +173,7 @@ def test_a_sidecar_without_a_key_is_refused_by_its_name(folder, key):
         ({"sha256": {}}, ("sha256.tokens.bin", ..., "missing")),
     ],
 )
-def test_a_wrong_sidecar_is_refused(folder, changes, problem):
+def test_a_wrong_sidecar_is_rejected(folder, changes, problem):
     edit(folder, **changes)
     with rejects(*problem, InvalidData):
         TokenFiles(folder)
@@ -242,7 +242,7 @@ def test_F49_an_id_over_the_recorded_largest_is_named_when_read(folder):
 
 
 @pytest.mark.parametrize("span", [(-1, 2), (5, 3), (0, 10**9)])
-def test_a_range_outside_is_refused(folder, span):
+def test_a_range_outside_is_rejected(folder, span):
     for source in (TokenFiles(folder), BuiltinCorpus()):
         with rejects("range", span, "range"):
             source.read(*span)
@@ -314,7 +314,7 @@ def test_kinds_with_a_cache_have_a_module_of_their_own():
         assert {"open_source", "open_header"} <= functions
 
 
-def test_folders_beside_token_files_say_where_those_are(folder, tmp_path):
+def test_errors_of_a_parent_folder_name_the_token_folders(folder, tmp_path):
     with rejects("", ..., "no_tokens", InvalidData, where=f" {folder}"):
         TokenFiles(tmp_path)
     prepare([tmp_path / "text.txt"], tmp_path / "x" / "y", document="line", validation_every=9)

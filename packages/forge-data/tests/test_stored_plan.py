@@ -222,7 +222,7 @@ def test_the_union_over_ranks_is_one_sequence_for_every_policy(policy, seed):
             loader.close()
 
 
-def test_a_resume_under_another_plan_is_refused_with_what_differs():
+def test_a_resume_under_another_plan_is_rejected_with_the_difference():
     def stream(**packing):
         return open_stream(SourceConfig(split="validation"), 64, 3, PackingConfig(**packing))
 
@@ -248,7 +248,7 @@ def test_each_source_of_a_mixture_has_a_plan_of_its_own(cache):
 @pytest.mark.parametrize(
     ("seq_len", "at_once"), [(1, 1 << 20), (7, 1 << 20), (64, 1 << 20), (7, 2), (64, 3)]
 )
-def test_F197_the_report_of_concatenated_rows_counts_cut_documents(seq_len, at_once, monkeypatch):
+def test_F197_the_report_of_concatenated_rows_counts_split_documents(seq_len, at_once, monkeypatch):
     monkeypatch.setattr(packing, "_OFFSETS_AT_ONCE", at_once)
     documents = random_documents(1)
     stream = PackedStream(Listed(documents), seq_len)
@@ -261,7 +261,7 @@ def test_F197_the_report_of_concatenated_rows_counts_cut_documents(seq_len, at_o
     assert stream.report() == want
 
 
-def test_a_plan_of_other_documents_is_refused():
+def test_a_plan_of_other_documents_is_rejected():
     plan = plan_rows(np.array([3, 4]), 8)
     with rejects("plan", 7, "mismatch"):
         PackedStream(Listed([[1, 2]]), 8, plan=plan)
@@ -288,7 +288,7 @@ def test_a_row_takes_the_memory_of_a_row():
         ),
     ],
 )
-def test_packings_that_cannot_be_are_refused(make, problem):
+def test_packings_that_cannot_be_are_rejected(make, problem):
     with rejects(*problem):
         make()
 

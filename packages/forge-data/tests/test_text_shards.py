@@ -98,7 +98,7 @@ def rows_of_shard(seed, shard, shards, window, pieces, epochs):
 @pytest.mark.parametrize(
     ("seed", "shards", "window"), [(0, 3, 3), (1, 2, 1), (2, 1, 100), (3, 4, 2)]
 )
-def test_instances_are_those_of_the_obvious_list(seed, shards, window):
+def test_samples_are_those_of_the_obvious_list(seed, shards, window):
     pieces = Lists((5, 3, 2, 7, 4), blank={(0, 1)})
     stream = make(seed, shards=shards, window=window, pieces=pieces)
     want = [rows_of_shard(seed, v, shards, window, pieces, 4) for v in range(shards)]
@@ -120,7 +120,7 @@ def test_each_document_comes_once_in_each_epoch_of_its_shard():
     assert Counter(tokenizer.seen) == {text: 3 for texts in pieces.lists for text in texts}
 
 
-def test_it_has_no_length_and_says_why():
+def test_its_length_is_an_error_with_the_reason():
     with pytest.raises(TypeError, match=r"TextShards\.__len__"):
         len(make())
 
@@ -130,7 +130,7 @@ def test_a_shard_without_text_is_an_error_and_no_endless_loop():
         make(pieces=Lists((2, 0, 3))).arrays(np.arange(3))
 
 
-def test_rows_of_another_length_are_refused_for_shards(monkeypatch):
+def test_rows_of_another_length_are_rejected_for_shards(monkeypatch):
     monkeypatch.setattr("forge_data.sources.open.open_stream", lambda *_: make())
     phases = {"long": PhaseConfig(100, seq_len=2 * SEQ_LEN)}
     config = DataConfig(SEQ_LEN, sources={"a": TrainingSourceConfig()}, phases=phases)
@@ -139,7 +139,7 @@ def test_rows_of_another_length_are_refused_for_shards(monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["virtual_shards", "shuffle_window"])
-def test_numbers_out_of_range_are_refused(key):
+def test_numbers_out_of_range_are_rejected(key):
     with rejects(key, 0, "range"):
         TextShards(Lists(), ByteTokenizer(), 4, **{key: 0})
 
@@ -226,7 +226,7 @@ def test_a_resume_tokenizes_at_most_one_window_of_each_shard(kind):
     assert len(cold.seen) > 3 * len(tokenizer.seen)
 
 
-def test_a_rank_tokenizes_its_own_shards_alone_where_they_divide():
+def test_a_rank_tokenizes_only_its_own_shards_where_they_divide():
     seen = []
     for rank in range(3):
         tokenizer = Counting()
@@ -238,7 +238,7 @@ def test_a_rank_tokenizes_its_own_shards_alone_where_they_divide():
     assert len(set.union(*seen)) == 6
 
 
-def test_places_that_come_from_elsewhere_are_refused():
+def test_cursors_of_another_source_are_rejected():
     loader = Loader(make(), 2)
     next(loader)
     state = loader.state_dict()

@@ -80,7 +80,7 @@ def test_a_tokenizer_that_loses_text_has_no_bytes(tmp_path: Path) -> None:
     assert byte_lengths(JsonTokenizer(tmp_path / "w.json")) is None
 
 
-def test_a_tokenizer_of_ones_own_may_say_its_bytes() -> None:
+def test_a_custom_tokenizer_may_give_its_bytes() -> None:
     class Own(ByteTokenizer):
         def byte_lengths(self) -> list[int]:
             return [2] * 257

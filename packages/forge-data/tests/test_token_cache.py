@@ -145,7 +145,7 @@ def test_text_is_read_as_prepare_writes_it(text, split):
     assert (found.documents == wanted.documents).all()
 
 
-def test_its_identity_is_its_content_and_not_its_place(text):
+def test_its_identity_is_its_content_and_not_its_path(text):
     first = source_of(text)
     moved = text.rename(text.parent / "moved")
     assert (
@@ -184,7 +184,7 @@ def test_folders_of_splits(text):
         source_of(text, validation_every=9)
 
 
-def test_text_that_changes_meanwhile_is_refused(text, monkeypatch):
+def test_text_that_changes_meanwhile_is_rejected(text, monkeypatch):
     from forge_data.sources import text as module
 
     def slow(files, folder, **options):

@@ -31,7 +31,7 @@ def test_broken_utf8_is_shown_not_raised():
 
 
 @pytest.mark.parametrize("bad", [257, -1])
-def test_ids_outside_the_bytes_are_refused(bad):
+def test_ids_outside_the_bytes_are_rejected(bad):
     with rejects("ids", bad, "range"):
         ByteTokenizer().decode([1, bad])
 
@@ -46,7 +46,7 @@ def test_specs():
         load_tokenizer("nowhere.json")
 
 
-def test_without_the_library_it_says_what_to_install(tmp_path, monkeypatch):
+def test_without_the_library_the_error_names_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     with rejects("tokenizer", str(tmp_path / "t.json"), "requires"):
@@ -78,14 +78,14 @@ def test_F50_an_end_token_with_id_0_is_an_end_token(tmp_path):
     assert JsonTokenizer(path, eos="a").eos_id == 2
 
 
-def test_no_known_end_token_is_none_and_an_unknown_one_refused(tmp_path):
+def test_a_missing_end_token_is_accepted_and_an_unknown_one_rejected(tmp_path):
     path = write_words(tmp_path / "t.json", "<unk>", "a")
     assert JsonTokenizer(path).eos_id is None
     with rejects("eos", "<end>", "unknown"):
         JsonTokenizer(path, eos="<end>")
 
 
-def test_another_file_under_the_same_name_is_refused(tmp_path):
+def test_another_file_under_the_same_name_is_rejected(tmp_path):
     path = write_words(tmp_path / "t.json", "<unk>", "a")
     spec = JsonTokenizer(path).spec()
     write_words(path, "<unk>", "b")
@@ -96,7 +96,7 @@ def test_another_file_under_the_same_name_is_refused(tmp_path):
         JsonTokenizer(path)
 
 
-def test_F127_settings_for_inputs_of_a_model_neither_cut_nor_fill_documents(tmp_path):
+def test_F127_settings_for_inputs_of_a_model_neither_truncate_nor_pad_documents(tmp_path):
     library = pytest.importorskip("tokenizers")
     words = library.Tokenizer(library.models.WordLevel({"<pad>": 0, "a": 1, "b": 2}))
     words.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()

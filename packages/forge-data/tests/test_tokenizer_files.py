@@ -58,7 +58,7 @@ def test_bytes_have_no_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("bos", "noted"), [(None, False), ("", True), ("<unk>", True)])
-def test_F142_an_export_tells_where_its_tokenizer_begins_texts_otherwise(
+def test_F142_an_export_reports_a_tokenizer_that_begins_texts_otherwise(
     tmp_path: Path, bos: str | None, noted: bool
 ) -> None:
     library = pytest.importorskip("tokenizers")

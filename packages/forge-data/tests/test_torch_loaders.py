@@ -96,7 +96,7 @@ def test_spawned_workers_read_steps_of_their_own():
     assert loader.state_dict() == plain(3)[2][1]
 
 
-def test_spawned_workers_of_a_second_iterator_are_told_from_those_of_the_first(monkeypatch):
+def test_spawned_workers_of_a_second_iterator_differ_from_those_of_the_first(monkeypatch):
     started = SimpleNamespace(pid=1, poll=lambda: None)
     owner = TorchWorkers()
     with monkeypatch.context() as spawning:

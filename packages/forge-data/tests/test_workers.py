@@ -211,7 +211,7 @@ HOW = {"here": {}, "thread": {"prefetch": 2}, "workers": {"num_workers": 2}}
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_an_error_of_a_sources_code_is_one_line_with_source_and_instance(tmp_path, how):
+def test_an_error_of_a_sources_code_is_one_line_with_source_and_sample(tmp_path, how):
     def fail():
         raise KeyError("tape")
 
@@ -280,7 +280,7 @@ def test_prefetch_is_ordered_and_bounded():
     ahead.close()
 
 
-def test_closing_a_thread_that_reads_ahead_ends_it():
+def test_closing_a_prefetching_thread_ends_it():
     before = set(threading.enumerate())
     loader = Loader(PackedStream(BuiltinCorpus("validation"), 64), 4, prefetch=2)
     next(loader)

@@ -27,7 +27,7 @@ TYPES = [
 
 
 @pytest.mark.parametrize(("key", "value"), TYPES)
-def test_F109_values_of_another_type_are_refused(key: str, value: object) -> None:
+def test_F109_values_of_another_type_are_rejected(key: str, value: object) -> None:
     with rejects(key, value, "type"):
         MoEConfig(**{**GOOD, key: value})
 
@@ -47,7 +47,7 @@ def test_F109_a_router_is_as_strict_and_lists_all() -> None:
 @pytest.mark.parametrize(
     "name", ["dim", "hidden_dim", "num_experts", "num_shared_experts", "shared_hidden_dim"]
 )
-def test_F107_sizes_beyond_reason_are_refused_by_name(name: str) -> None:
+def test_F107_sizes_beyond_reason_are_rejected_by_name(name: str) -> None:
     limit = 2**20 if name.endswith("dim") else 2**16
     assert getattr(MoEConfig(**{**GOOD, name: limit}), name) == limit
     with rejects(name, limit + 1, "range"):
@@ -76,7 +76,7 @@ def test_F221_a_key_that_the_router_does_not_read(router: str, key: str, value: 
 
 
 @pytest.mark.parametrize("router", ["softmax_topk", "sigmoid_topk"])
-def test_F92_one_expert_whose_weight_is_always_1_is_refused(router: str) -> None:
+def test_F92_one_expert_whose_weight_is_always_1_is_rejected(router: str) -> None:
     """Its router would get no gradient from the task."""
     with rejects("top_k", 1, "normalize"):
         MoEConfig(**GOOD, router=router, top_k=1)
@@ -89,13 +89,13 @@ def test_F92_one_expert_whose_weight_is_always_1_is_refused(router: str) -> None
     assert moe.router.weight.grad.abs().max() > 1e-3
 
 
-def test_F92_is_about_choices_alone() -> None:
+def test_F92_only_choices_are_rejected() -> None:
     MoEConfig(**{**GOOD, "num_experts": 1}, top_k=1)  # nothing to choose
     MoEConfig(**GOOD, top_k=1, router="expert_choice")  # weights are never divided
     MoEConfig(**GOOD, top_k=1, router="uniform")
 
 
-def test_F109_a_wrong_width_and_integers_are_told_so() -> None:
+def test_F109_a_wrong_width_and_integers_are_rejected() -> None:
     moe = MoE(MoEConfig(**GOOD))
     for called, x in ((moe, torch.randn(2, 3, 6)), (moe.router, torch.randn(3, 6))):
         with rejects("x", tuple(x.shape), "shape"):
@@ -108,7 +108,7 @@ def test_F109_a_wrong_width_and_integers_are_told_so() -> None:
         moe(torch.randn(8))
 
 
-def test_F109_a_mesh_by_name_is_refused() -> None:
+def test_F109_a_mesh_by_name_is_rejected() -> None:
     with rejects("mesh", "ep", "type"):
         expert_parallelize(MoE(MoEConfig(**GOOD)), "ep")
 

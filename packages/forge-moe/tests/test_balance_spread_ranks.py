@@ -234,7 +234,7 @@ def collectives(scope: str, once: bool) -> tuple[dict[str, int], dict[str, int]]
     return tuple(found)
 
 
-def test_collectives_are_those_that_the_docstrings_say() -> None:
+def test_collectives_are_those_of_the_docstrings() -> None:
     of_scope = {"sequence": (0, 2), "micro_batch": (2, 0), "global_batch": (2, 0)}
     for once in (True, False):
         for scope, (reduces, gathers) in of_scope.items():

@@ -62,7 +62,7 @@ def test_a_token_that_is_dropped_everywhere_gets_0_and_the_others_keep_their_wei
     assert (y[3:] == 0).all()
 
 
-def test_pads_take_no_place() -> None:
+def test_pads_take_no_capacity() -> None:
     moe = MoE(MoEConfig(8, 8, 2, top_k=1, capacity_factor=1.0, normalize="before_top_k"))
     moe.router.weight.data[0], moe.router.weight.data[1] = 1.0, -1.0
     valid = torch.tensor([[False, False, True, True, True, True]])

@@ -70,7 +70,7 @@ FUNCTIONS = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_F123_compiled_gradients_are_eager_ones(name: str) -> None:
+def test_F123_compiled_gradients_equal_eager_gradients(name: str) -> None:
     """One graph each: nothing may be left to eager, where it could not be wrong."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)

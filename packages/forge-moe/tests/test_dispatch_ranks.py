@@ -428,7 +428,7 @@ def refusals():
     return caught.value.problems[0].fix
 
 
-def test_refused_with_rule_and_fix():
+def test_wrong_arguments_are_rejected_with_rule_and_fix():
     numbers = re.findall(r"\d+", run_on_ranks(4, refusals)[0])
     assert numbers == ["8", "1", "2", "3", "6"]  # experts for 4 ranks; ranks for 6 experts
 

@@ -37,7 +37,7 @@ def test_F217_the_uniform_router_evaluates_each_row_by_itself() -> None:
 @pytest.mark.parametrize("backend", ["grouped_mm", "loop"])
 @pytest.mark.parametrize("case", DEPENDENT)
 @pytest.mark.parametrize("pads", [False, True])
-def test_F91_a_row_in_eval_depends_on_itself_alone(case: str, backend: str, pads: bool) -> None:
+def test_F91_a_sequence_in_eval_depends_only_on_itself(case: str, backend: str, pads: bool) -> None:
     moe = build(backend=backend, **DEPENDENT[case])
     x = torch.randn(6, 5, 8)
     valid = torch.ones(6, 5, dtype=torch.bool)
@@ -61,7 +61,7 @@ def test_F91_a_row_in_eval_depends_on_itself_alone(case: str, backend: str, pads
     assert dropped == 0
 
 
-def test_F91_expert_choice_takes_its_share_of_every_row() -> None:
+def test_F91_expert_choice_takes_its_fraction_of_every_sequence() -> None:
     """ceil of each row, which is more than the ceil of all: no slot may be cut off."""
     moe, rows = build(router="expert_choice", num_experts=7, top_k=3).eval(), []
     moe.experts.register_forward_pre_hook(lambda _, given: rows.append(given[0].size(0)))
@@ -70,7 +70,7 @@ def test_F91_expert_choice_takes_its_share_of_every_row() -> None:
     assert moe.statistics()["counts"].tolist() == [18] * 7
 
 
-def test_F91_expert_choice_refuses_rows_cut_over_ranks() -> None:
+def test_F91_expert_choice_rejects_sequences_split_over_ranks() -> None:
     moe = build(router="expert_choice").eval()
     moe.sequence_group = object()
     with rejects("router", "expert_choice", "split_rows"):
@@ -79,7 +79,7 @@ def test_F91_expert_choice_refuses_rows_cut_over_ranks() -> None:
     assert not build().needs_whole_rows
 
 
-def test_F91_an_evaluation_leaves_the_step_alone() -> None:
+def test_F91_an_evaluation_does_not_change_the_step() -> None:
     """Counts that move biases are those of training forwards."""
     moe = build(bias_update_rate=0.1)
     x = torch.randn(4, 5, 8)

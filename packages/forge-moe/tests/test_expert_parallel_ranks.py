@@ -436,5 +436,5 @@ def refusals():
 
 
 @pytest.mark.lane("test")
-def test_refused_with_value_rule_and_fix():
+def test_wrong_arguments_are_rejected_with_value_rule_and_fix():
     run_on_ranks(4, refusals)

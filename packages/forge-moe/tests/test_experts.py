@@ -115,7 +115,7 @@ def no_host_reads(monkeypatch):
         {"aux": "attach", "aux_loss_weight": 0.1, "z_loss_weight": 0.1, "aux_scope": "sequence"},
     ],
 )
-def test_F29_no_host_sync_and_three_products_forward_six_back(settings, no_host_reads) -> None:
+def test_F29_no_host_sync_and_three_matmuls_forward_six_back(settings, no_host_reads) -> None:
     moe = MoE(MoEConfig(8, 16, 4, backend="grouped_mm", **settings))
     x = torch.randn(2, 6, 8, requires_grad=True)
     ctx = type("Ctx", (), {"valid": torch.ones(2, 6, dtype=torch.bool), "document_ids": None})
@@ -203,7 +203,7 @@ def test_float8_on_a_gpu_needs_its_rows_and_its_kernel(monkeypatch) -> None:
         _float8(x, (16, 32))
 
 
-def test_widths_that_the_kernel_refuses_take_the_loop() -> None:
+def test_widths_that_the_kernel_cannot_take_use_the_loop() -> None:
     one = experts(dim=6, hidden_dim=7)
     rows = torch.randn(5, 6, requires_grad=True)
     one(rows, torch.tensor([1, 0, 4, 0])).sum().backward()
@@ -418,7 +418,7 @@ def test_fake_tensors_count_flops(activation: str) -> None:
     assert counter.get_total_flops() == 10 * moe.flops_per_token(1)
 
 
-def test_counts_that_do_not_fit_are_refused() -> None:
+def test_counts_that_do_not_fit_are_rejected() -> None:
     with rejects("counts", (3,), "shape"):
         experts()(torch.randn(3, 8), torch.tensor([1, 1, 1]))
 

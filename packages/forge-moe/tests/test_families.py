@@ -68,7 +68,7 @@ OFF = {
 
 
 @FAMILIES
-def test_F98_keys_that_change_the_function_are_refused(family) -> None:
+def test_F98_keys_that_change_the_function_are_rejected(family) -> None:
     hf = written(family)
     wanted = family.config_from_hf(hf)
     # gpt-oss reads its limit, and windows are its decoder's
@@ -88,7 +88,7 @@ def test_F98_keys_that_change_the_function_are_refused(family) -> None:
 
 @FAMILIES
 @pytest.mark.parametrize("value", [math.nan, math.inf, 2.5, True, "8", [8], None])
-def test_F98_sizes_that_are_none_are_refused(family, value) -> None:
+def test_F98_invalid_sizes_are_rejected(family, value) -> None:
     hf = written(family)
     for key in ("hidden_size", "num_experts_per_tok"):
         problem = (value, "type") if value is not None else (..., "missing")
@@ -98,7 +98,7 @@ def test_F98_sizes_that_are_none_are_refused(family, value) -> None:
         family.sparse_layers({**hf, "num_hidden_layers": value})
 
 
-def test_F98_other_values_are_refused_by_the_key_there() -> None:
+def test_F98_other_values_are_rejected_by_the_key_there() -> None:
     hf = written(DEEPSEEK_V3)
     for key, value in {"norm_topk_prob": 1, "routed_scaling_factor": "2", "n_group": 1.0}.items():
         with rejects(key, value, "type", where="deepseek_v3"):
@@ -113,7 +113,7 @@ def test_F98_other_values_are_refused_by_the_key_there() -> None:
         QWEN2_MOE.sparse_layers({**written(QWEN2_MOE), "decoder_sparse_step": 0})
 
 
-def test_what_a_family_cannot_say_is_refused() -> None:
+def test_settings_that_a_family_cannot_express_are_rejected() -> None:
     with rejects("num_local_experts", ..., "missing"):
         MIXTRAL.config_from_hf({"hidden_size": 8, "intermediate_size": 8, "num_experts_per_tok": 2})
     hf = {**MIXTRAL.config_to_hf(MoEConfig(dim=8, hidden_dim=8, num_experts=4))}
@@ -140,7 +140,7 @@ def test_what_a_family_cannot_say_is_refused() -> None:
 
 
 @FAMILIES
-def test_F98_another_model_type_is_named_and_nothing_else(family) -> None:
+def test_F98_only_another_model_type_is_named(family) -> None:
     with rejects("model_type", "jamba", "mismatch", where=family.name) as caught:
         family.config_from_hf({"model_type": "jamba", "swiglu_limit": 7.5})
     assert len(caught.value.problems) == 1

@@ -98,7 +98,7 @@ def of_each_token(logits: torch.Tensor, kind: tuple[str, str]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_F147_router_losses_weigh_each_token_alike(name: str) -> None:
+def test_F147_router_losses_give_each_token_one_weight(name: str) -> None:
     """Means over all tokens of the step, whatever micro-batches they are in and how many rows or pads these have."""
     kind = LOSSES[name]
     keys: dict[str, Any] = (
@@ -139,7 +139,7 @@ def test_a_model_without_mixtures_has_no_columns() -> None:
     assert hooks.columns(hooks.take().tolist()) == {}
 
 
-def test_layers_tell_their_experts_and_what_needs_the_whole_batch() -> None:
+def test_layers_report_their_experts_and_what_needs_the_full_batch() -> None:
     model = make_model(capacity_factor=2.0)
     assert num_experts_by_layer(model) == {"layers.1": E}
     assert whole_batch_options(model) == {"layers.1.capacity_factor 2.0": "no capacity"}

@@ -75,7 +75,7 @@ def test_every_parameter_has_one_role() -> None:
         assert sum(fnmatch(name, pattern) for pattern in roles) == 1, name
 
 
-def test_flops_are_those_of_its_matrix_products() -> None:
+def test_flops_are_those_of_its_matmuls() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     moe = layer(num_shared_experts=2, shared_gate=True, backend="loop")
@@ -106,7 +106,7 @@ def test_F30_no_token_at_all_keeps_every_parameter_in_the_graph() -> None:
     assert all((p.grad == 0).all() for p in moe.parameters())
 
 
-def test_the_same_bits_every_time_and_whoever_sits_beside() -> None:
+def test_the_same_bits_every_time_whatever_the_other_sequences() -> None:
     """A token's rows are its own: in fp64, where products do not depend on the batch's shape."""
     moe, x = layer().double(), torch.randn(20, 8, dtype=torch.float64)
     assert torch.equal(moe(x), moe(x))
@@ -200,7 +200,7 @@ def test_losses_of_several_forwards_add_up_and_those_of_none_are_not_kept() -> N
         sequences(torch.randn(8, 8))
 
 
-def test_a_dispatcher_may_run_the_whole_way() -> None:
+def test_a_dispatcher_may_run_the_complete_layer() -> None:
     moe, x = layer(num_shared_experts=1), torch.randn(6, 8)
     wanted = moe(x)
     local = moe.dispatcher
@@ -270,7 +270,7 @@ def test_copies_and_state() -> None:
         ({"router": "softmax"}, "router", "unknown"),
     ],
 )
-def test_what_is_refused(settings: dict, key: str, code: str) -> None:
+def test_invalid_arguments_are_rejected(settings: dict, key: str, code: str) -> None:
     with rejects(key, settings[key], code):
         MoE(MoEConfig(**{"dim": 8, "hidden_dim": 8, "num_experts": 4, **settings}))
 
@@ -281,7 +281,7 @@ def test_all_problems_are_listed_at_once() -> None:
     assert {p.key for p in caught.value.problems} == {"dim", "top_k", "aux"}
 
 
-def test_a_context_that_does_not_fit_is_refused() -> None:
+def test_a_context_that_does_not_fit_is_rejected() -> None:
     with rejects("valid", (3,), "length"):
         layer()(torch.randn(2, 3, 8), SimpleNamespace(valid=torch.ones(3, dtype=torch.bool)))
 

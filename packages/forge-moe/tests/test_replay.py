@@ -133,14 +133,14 @@ def test_the_scale_of_the_forward_is_replayed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(again)))
 
 
-def test_global_batch_without_contexts_is_refused() -> None:
+def test_global_batch_without_contexts_is_rejected() -> None:
     moe = layer(aux_scope="global_batch")
     y = checkpoint(moe, tied_tokens(), use_reentrant=False)
     with pytest.raises(RuntimeError, match=r"give checkpoint.*recompute_contexts"):
         y.sum().backward()
 
 
-def test_another_order_of_layers_is_refused() -> None:
+def test_another_order_of_layers_is_rejected() -> None:
     record, replay = recompute_contexts()
     one, other = object(), object()
     with record:

@@ -57,7 +57,7 @@ def test_softmax_weights_before_and_after() -> None:
     torch.testing.assert_close(before(x)[0], 2.0 * best)
 
 
-def test_F21_the_bias_selects_and_never_weighs() -> None:
+def test_F21_the_bias_selects_and_is_not_in_the_weights() -> None:
     x = torch.randn(6, 8)
     biased = router(name="sigmoid_topk", expert_bias=True, route_scale=2.5)
     biased.expert_bias[3] = 10.0  # everybody must take expert 3
@@ -67,7 +67,7 @@ def test_F21_the_bias_selects_and_never_weighs() -> None:
     torch.testing.assert_close(weights, 2.5 * scores / scores.sum(-1, keepdim=True))
 
 
-def test_weights_do_not_vanish_where_the_bias_selects_hopeless_experts() -> None:
+def test_weights_do_not_vanish_where_the_bias_selects_unlikely_experts() -> None:
     one = router(expert_bias=True)
     one.weight.data.mul_(100.0)
     one.expert_bias[:2] = 1e3
@@ -110,7 +110,7 @@ def test_logits_are_fp32_in_bf16_and_under_autocast() -> None:
     assert one.double().route(x.double()).weights.dtype == torch.float64
 
 
-def test_pads_go_nowhere_with_weight_0_and_no_gradient() -> None:
+def test_pads_are_dropped_with_weight_0_and_no_gradient() -> None:
     one, x = router(), torch.randn(4, 8, requires_grad=True)
     valid = torch.tensor([True, False, True, False])
     routed = one.route(x, valid)
@@ -126,7 +126,7 @@ def test_uniform_fills_experts_evenly_and_skips_pads() -> None:
     assert torch.bincount(ids.flatten(), minlength=8).tolist() == [2] * 8
 
 
-def test_F91_expert_choice_gives_each_expert_its_share_in_eval_of_each_row() -> None:
+def test_F91_expert_choice_in_eval_gives_each_expert_its_fraction_of_each_sequence() -> None:
     one, x = router(name="expert_choice"), torch.randn(12, 8)
     ids = one.route(x).ids
     assert torch.bincount(ids[ids < 8].flatten(), minlength=8).tolist() == [3] * 8
@@ -144,12 +144,12 @@ def test_probabilities_of_sigmoid_sum_to_1() -> None:
     torch.testing.assert_close(routed.probabilities.sum(-1), torch.ones(5))
 
 
-def test_F27_gradient_scale_is_refused_with_the_reason() -> None:
+def test_F27_gradient_scale_is_rejected_with_the_reason() -> None:
     with rejects("router", "gradient_scale", "unsupported"):
         MoE(MoEConfig(8, 8, 4, router="gradient_scale"))
 
 
-def test_a_router_of_somebody_else_by_path_and_by_entry_point(monkeypatch) -> None:
+def test_a_custom_router_by_path_and_by_entry_point(monkeypatch) -> None:
     module = types.ModuleType("some_lab")
     module.first = RoutingRule(
         torch.sigmoid,
@@ -194,6 +194,6 @@ def test_rules(settings: dict, key: str, value: object, code: str) -> None:
         RouterConfig(**{"dim": 8, "num_experts": 8, **settings})
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_shapes_that_do_not_fit_are_rejected() -> None:
     with rejects("x", (2, 3, 8), "dims"):
         router()(torch.randn(2, 3, 8))

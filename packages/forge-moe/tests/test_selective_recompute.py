@@ -35,7 +35,7 @@ def gradients(moe: MoE, x: torch.Tensor, ctx: SimpleNamespace | None, kept: bool
 
 @pytest.mark.parametrize("backend", ["grouped_mm", "batched"])
 @pytest.mark.parametrize("case", CASES)
-def test_F90_products_that_are_kept_are_not_written_into(case: str, backend: str) -> None:
+def test_F90_matmul_results_that_are_kept_are_not_written_into(case: str, backend: str) -> None:
     """torch's own policy refuses a tensor that changed after it was kept; widths of 16 bytes."""
     options, pads = CASES[case]
     torch.manual_seed(0)

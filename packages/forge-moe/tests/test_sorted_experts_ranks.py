@@ -55,7 +55,7 @@ def on_rank() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return out.detach(), rows.grad, {n: g.full_tensor() for n, g in grads.items()}
 
 
-def test_alone_they_are_experts():
+def test_on_one_rank_they_equal_experts():
     rows, counts = rows_of(0)
     assert torch.equal(built(SortedExperts)(rows, counts), built(Experts)(rows, counts))
 
@@ -76,7 +76,7 @@ def test_over_ranks_each_row_meets_its_expert(world):
             assert (grads[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
-def test_experts_that_ranks_cannot_share_evenly_are_refused():
+def test_experts_that_ranks_cannot_share_evenly_are_rejected():
     run_on_ranks(3, refused)
 
 

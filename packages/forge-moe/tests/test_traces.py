@@ -66,7 +66,7 @@ def test_a_record_has_the_documented_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", [1, 15, 25])
-def test_a_file_cut_off_is_read_up_to_the_cut(tmp_path: Path, missing: int) -> None:
+def test_a_truncated_file_is_read_up_to_its_end(tmp_path: Path, missing: int) -> None:
     path = tmp_path / "trace"
     write(path)
     path.write_bytes(path.read_bytes()[:-missing])
@@ -86,7 +86,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
         list(read_trace(path))
 
 
-def test_another_file_is_refused(tmp_path: Path) -> None:
+def test_another_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"hello, this is not a trace")
     with rejects("", ..., "format", where=tmp_path / "x"):
         list(read_trace(tmp_path / "x"))
@@ -95,7 +95,7 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         list(read_trace(tmp_path / "y"))
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_mismatched_inputs_are_rejected(tmp_path: Path) -> None:
     with rejects("num_experts", 32767, "range", where="a"):
         TraceWriter(tmp_path / "big", {"a": 32767})
     with TraceWriter(tmp_path / "trace", LAYERS) as trace:

@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[dict[str, object], str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_the_same_function_is_refused(case: str) -> None:
+def test_changes_of_the_function_are_rejected(case: str) -> None:
     options, key, code = REFUSED[case]
     moe = MoE(dataclasses.replace(COPIES, **options))  # type: ignore[arg-type]
     before = {name: value.clone() for name, value in moe.state_dict().items()}
@@ -152,7 +152,7 @@ def test_what_cannot_be_the_same_function_is_refused(case: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in moe.state_dict().items())
 
 
-def test_a_dense_layer_with_biases_or_other_names_is_refused() -> None:
+def test_a_dense_layer_with_biases_or_other_names_is_rejected() -> None:
     with rejects("gate_proj", ..., "bias", where="upcycle"):
         upcycle(Dense(bias=True), MoE(COPIES))
     with rejects("up_proj", ..., "missing", where="upcycle"):

@@ -129,7 +129,7 @@ def test_streams_of_opaque_modules_and_widths_of_logits() -> None:
         head(torch.zeros(1, 2, 4))
 
 
-def test_a_rank_without_ids_is_refused() -> None:
+def test_a_rank_without_ids_is_rejected() -> None:
     three = SimpleNamespace(group=None, size=3, rank=0)
     x, weight = torch.zeros(2, 8), torch.zeros(2, 8)
     with rejects("vocab_size", 4, "empty"):

@@ -161,7 +161,7 @@ def refusal(make: Callable[[], nn.Module], layout: Any, roles: Any) -> ValueErro
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused(kind: str) -> None:
+def test_invalid_arguments_are_rejected(kind: str) -> None:
     for error in run_on_ranks(2, refusal, *REFUSED[kind][:3]):
         assert_problem(error, *REFUSED[kind][3])
         assert len(error.problems) == 1  # those of several layers are one
@@ -170,13 +170,13 @@ def test_refused(kind: str) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", SUITED)
-def test_every_rank_knows_the_rows_that_are_its_own(kind: str) -> None:
+def test_every_rank_lists_its_own_rows(kind: str) -> None:
     ranks = 4 if "pp" in SUITED[kind][1] else 2
     assert run_on_ranks(ranks, refusal, *SUITED[kind]) == [None] * ranks
 
 
 @pytest.mark.distributed
-def test_a_row_that_fits_nothing_is_refused_by_every_rank() -> None:
+def test_a_row_that_fits_nothing_is_rejected_by_every_rank() -> None:
     for error in run_on_ranks(4, refusal, *UNKNOWN_ROW):
         assert_problem(error, "gone.*", ..., "not_found")
 
@@ -279,7 +279,7 @@ def test_experts_that_come_in_bf16_are_updated_in_fp32() -> None:
     assert run_on_ranks(2, half_experts) == [[torch.float32] * 3] * 2
 
 
-def test_a_layout_that_nobody_has_chosen_and_ranks_that_nobody_has_joined_are_refused(
+def test_a_layout_not_chosen_and_ranks_not_initialized_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with rejects("layout", "auto", "auto"):
@@ -444,7 +444,7 @@ def test_a_parameter_that_is_never_used_hinders_no_sum_over_copies() -> None:
     torch.testing.assert_close(copies, plain)
 
 
-def test_a_whole_model_is_checked_without_a_process_group() -> None:
+def test_a_full_model_is_checked_without_a_process_group() -> None:
     model, config = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ParallelConfig(tp=2)
     assert model_problems(model, ParallelConfig(), ParallelConfig().axes(2)) == []
     assert model_problems(model, config, config.axes(2))

@@ -223,7 +223,7 @@ def test_a_copy_runs_on_its_own_parameters() -> None:
     assert not torch.equal(model(x), x)
 
 
-def test_refusals() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with rejects("memory_budget", 1.5, "range"):
         compile_blocks(Net(), memory_budget=1.5)
     model = Net()
@@ -342,5 +342,5 @@ def test_F215_a_memory_budget_goes_with_meshes_in_the_graph() -> None:
 
 
 @pytest.mark.lane("quick")
-def test_F123_compiled_gradients_of_pieces_are_those_of_eager() -> None:
+def test_F123_compiled_gradients_of_chunks_are_those_of_eager() -> None:
     assert worst([gradient(compiled(blockwise))], [gradient(blockwise)]) <= 1e-5

@@ -101,7 +101,7 @@ def test_an_evaluation_is_the_weighted_mean_and_restores_the_mode() -> None:
         assert compute.model.training is training
 
 
-def test_F160_an_evaluation_leaves_the_mode_of_each_module_alone() -> None:
+def test_F160_an_evaluation_keeps_the_mode_of_each_module() -> None:
     config = ParallelConfig(device=device().type, precision="fp32")
     compute = make(make_meshes(config), config)
     compute.model.train()

@@ -297,7 +297,7 @@ def whole_rows_of_ids(exchange: str) -> list[tuple[bool, dict[str, int]]]:
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-def test_F120_ids_of_whole_rows_on_the_host_cost_no_wait(exchange: str) -> None:
+def test_F120_ids_of_full_sequences_on_the_host_cost_no_wait(exchange: str) -> None:
     for found in run_on_ranks(2, whole_rows_of_ids, exchange):
         assert len(found) == len(ROWS) - 1
         assert all(same and calls == {} for same, calls in found), found
@@ -363,7 +363,7 @@ def checkpointed(forward):
 
 
 @pytest.mark.slow
-def test_collectives_of_each_layer_are_those_that_the_docstrings_say() -> None:
+def test_collectives_of_each_layer_are_those_of_the_docstrings() -> None:
     gather, scatter, send = "start_all_gather", "start_reduce_scatter", "batch_isend_irecv"
     layers, world = 2, 4
     wanted = {
@@ -397,7 +397,7 @@ def cut_and_joined() -> list[bool]:
     return found
 
 
-def test_join_is_the_inverse_of_cut_and_chunks_are_balanced() -> None:
+def test_gather_is_the_inverse_of_split_and_chunks_are_balanced() -> None:
     for found in run_on_ranks(4, cut_and_joined):
         assert all(found)
     x = torch.arange(16)[None]
@@ -410,7 +410,7 @@ def test_join_is_the_inverse_of_cut_and_chunks_are_balanced() -> None:
     assert torch.equal(gather_sequence(x, alone), x)
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_settings_that_cannot_work_are_rejected() -> None:
     axis = SimpleNamespace(rank=0, size=2, group=None)
     for size, near in ((30, ["28", "32"]), (3, ["4"])):
         with rejects("seq_len", size, "divides") as caught:

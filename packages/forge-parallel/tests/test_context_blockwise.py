@@ -79,7 +79,7 @@ def with_gradients(function, how: Tiling | Tensor, *inputs: Tensor, weight: Tens
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_random_pieces_equal_a_dense_mask(
+def test_random_chunks_equal_a_dense_mask(
     dtype: torch.dtype, bound: float, everywhere: bool
 ) -> None:
     for seed in range(12):
@@ -192,7 +192,7 @@ def test_all_kernels_take_all_groups_of_a_plan(varlen_calls: list[bool]) -> None
         )
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
+def test_shapes_that_do_not_fit_are_rejected() -> None:
     tiling, x = Tiling([[Tile(None, 0, 4, 0, 4, True)]]), torch.zeros(1, 4, 6, 8)
     with rejects("k", (1, 4, 4, 8), "shape"):
         blockwise_attention(x, x[:, :, :4], x[:, :, :4], tiling)

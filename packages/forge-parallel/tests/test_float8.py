@@ -125,7 +125,7 @@ def test_sizes_are_those_of_a_rank() -> None:
     assert fates(Model(hidden=14344), min_dim=16)["up"].split()[::5] == ["14344", "16"]
 
 
-def test_what_else_stays() -> None:
+def test_other_layers_stay() -> None:
     class Mine(nn.Linear):
         pass
 
@@ -143,7 +143,7 @@ def test_what_else_stays() -> None:
     }
 
 
-def test_the_table_joins_layers_that_fared_alike() -> None:
+def test_the_table_merges_layers_with_equal_results() -> None:
     table = float8_table(convert_float8(Model()))
     assert [line.split() for line in table.splitlines()[1:3]] == [
         ["2", "x", "layers.*.q_proj", "(4096,", "4096)", "converted"],
@@ -166,12 +166,14 @@ def test_the_table_joins_layers_that_fared_alike() -> None:
         ({"all_gather": True, "device": "cuda", "tp": 2}, "float8_all_gather", True, "tp"),
     ],
 )
-def test_refusals(options: dict[str, Any], key: str, value: object, code: str) -> None:
+def test_invalid_arguments_are_rejected(
+    options: dict[str, Any], key: str, value: object, code: str
+) -> None:
     with rejects(key, value, code):
         convert_float8(Model(), **{"device": device().type, **options})
 
 
-def test_a_layer_alone_is_refused_and_so_is_a_machine_without_torchao(
+def test_a_lone_layer_and_a_machine_without_torchao_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with rejects("model", "Linear", "type"):
@@ -285,7 +287,7 @@ def test_under_tensor_parallelism(recipe: str, compiled: bool) -> None:
         assert 0.005 < cut < 1.5 * alone
 
 
-def test_a_plan_of_unknown_words_matters_where_tp_cuts_alone() -> None:
+def test_a_plan_of_unknown_styles_matters_only_under_tp() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     model._tp_plan = {"0": "packed_colwise"}  # type: ignore[assignment]
     model.config = object()  # type: ignore[assignment]

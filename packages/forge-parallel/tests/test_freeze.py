@@ -155,7 +155,7 @@ def gathered(reshards: bool) -> list[bool]:
     return [not isinstance(block.weight, DTensor) for block in net.middle]
 
 
-def test_F125_weights_stay_gathered_between_halves_of_a_backward_beside_frozen_16_bits() -> None:
+def test_F125_weights_stay_gathered_between_halves_of_a_backward_with_frozen_16_bits() -> None:
     """Freed there, trained parameters beside them got no gradient (zero-bubble schedules, adapters)."""
     assert run_on_ranks(1, gathered, False) == [[True, True, True]]
     assert run_on_ranks(1, gathered, True) == [[False, False, False]]

@@ -27,7 +27,7 @@ def test_a_later_change_of_the_tensor_is_not_seen() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_copy_from_a_gpu_does_not_wait_for_work_behind_it() -> None:
+def test_a_copy_from_a_gpu_does_not_wait_for_later_work() -> None:
     copy = HostCopy({"loss": torch.ones((), device="cuda")})
     torch.cuda._sleep(10**9)
     assert copy.read() == {"loss": [1.0]}

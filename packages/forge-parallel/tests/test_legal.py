@@ -71,7 +71,7 @@ def test_each_rule_finds_one_problem_and_none_in_unknown_facts(kind: str) -> Non
     assert problems(alone, alone.axes(world), replace(facts, num_blocks=None)) == []
 
 
-def test_rows_are_refused_where_they_cannot_be_cut_and_nowhere_else() -> None:
+def test_rows_are_rejected_only_where_they_cannot_be_split() -> None:
     """Against the cuts themselves: 2 cp chunks, of which a rank has two, in tp parts."""
     for length, cp, tp in product(range(1, 50), (1, 2, 3, 4), (1, 2, 3, 4)):
         chunks = 2 * cp if cp > 1 else 1
@@ -80,7 +80,7 @@ def test_rows_are_refused_where_they_cannot_be_cut_and_nowhere_else() -> None:
         assert (uneven_sequence(length, cp, tp) is None) == fits, (length, cp, tp)
 
 
-def test_parts_of_a_width_are_whole_units_and_those_of_a_table_are_not_empty() -> None:
+def test_shards_of_a_width_are_multiples_and_those_of_a_table_are_not_empty() -> None:
     for size, unit, tp in product(range(1, 40), (1, 2, 5), (2, 3, 4)):
         part = size / tp
         assert (uneven_width(ShardedDim("w", size, unit), tp) is None) == (part % unit == 0)
@@ -89,7 +89,7 @@ def test_parts_of_a_width_are_whole_units_and_those_of_a_table_are_not_empty() -
 
 
 @pytest.mark.parametrize(("size", "unit"), [(64, 128), (100, 64)])
-def test_shared_units_must_be_whole(size: int, unit: int) -> None:
+def test_shared_units_must_not_be_split(size: int, unit: int) -> None:
     """Less than one head, and one head with a rest: ranks that share a head would leave rows out."""
     broken = uneven_width(ShardedDim("rows", size, unit, shared=True), 2)
     assert broken is not None
@@ -104,7 +104,7 @@ def test_the_fix_that_is_offered_is_allowed() -> None:
             assert not any(uneven_sequence(int(fix), cp, tp) for fix in fixes), broken
 
 
-def test_a_tensor_a_pipeline_and_a_plan_say_the_same_of_rows() -> None:
+def test_tensor_pipeline_and_plan_agree_about_rows() -> None:
     config = ParallelConfig(cp=2, pp=2, precision="fp32")
     meshes = Meshes(torch.device("cpu"), cp=Axis(size=2), pp=Axis(size=2))
     sizes = {"num_micro_batches": 4, "micro_batch": 1, "dim": 8}
@@ -138,7 +138,7 @@ def test_a_tensor_a_pipeline_and_a_plan_say_the_same_of_rows() -> None:
         ),
     ],
 )
-def test_a_plan_refuses_what_training_would(
+def test_a_plan_rejects_what_training_would(
     options: dict[str, Any], sizes: dict[str, int], tied: bool, wanted: tuple[str, Any, str]
 ) -> None:
     with torch.device("meta"):
@@ -152,7 +152,7 @@ def test_a_plan_refuses_what_training_would(
         )
 
 
-def test_ranks_may_share_what_says_so() -> None:
+def test_ranks_may_share_what_is_marked() -> None:
     heads = ShardedDim("heads", 2, shared=True)
     assert [tp for tp in range(1, 9) if uneven_width(heads, tp) is None] == [1, 2, 4, 6, 8]
     assert uneven_width(ShardedDim("heads", 2), 4) is not None

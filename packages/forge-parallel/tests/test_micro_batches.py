@@ -21,7 +21,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb
 
 
 @pytest.mark.parametrize("global_batch", [1, 7, 16, 96, 256, 1000])
-def test_F101_the_micro_batch_is_the_share_or_the_largest_that_costs_a_tenth(
+def test_F101_the_micro_batch_is_the_part_or_the_largest_that_costs_a_tenth(
     global_batch: int,
 ) -> None:
     """By trying every size, the obvious way."""
@@ -39,7 +39,7 @@ def test_F101_the_micro_batch_is_the_share_or_the_largest_that_costs_a_tenth(
         assert parts.filler == pytest.approx(rows[parts.size] * readers / global_batch - 1)
 
 
-def test_F101_what_filler_costs_is_said() -> None:
+def test_F101_the_cost_of_padding_sequences_is_reported() -> None:
     parts = divide_batch(PLAIN, 16, 5)
     assert (parts.size, parts.count) == (4, 1)
     assert parts.cost is not None
@@ -56,19 +56,19 @@ def test_the_count_is_the_next_that_the_schedule_runs(schedule: str, pp: int) ->
         assert parts.count == allowed[0]
 
 
-def test_a_pipeline_gets_micro_batches_without_being_told() -> None:
+def test_a_pipeline_gets_micro_batches_without_a_setting() -> None:
     """Not one micro-batch of the whole share, which would wait behind one of filler."""
     parts = divide_batch(ParallelConfig(pp=4, pp_schedule="1f1b"), 64, 2)
     assert (parts.size, parts.count, parts.cost) == (8, 4, None)
 
 
 @pytest.mark.parametrize(("rows", "readers"), [(0, 4), (16, 0)])
-def test_no_rows_and_no_readers_are_refused(rows: int, readers: int) -> None:
+def test_no_rows_and_no_readers_are_rejected(rows: int, readers: int) -> None:
     with rejects(*(("global_batch", 0) if readers else ("readers", 0)), code="range"):
         divide_batch(PLAIN, rows, readers)
 
 
 @pytest.mark.parametrize("size", [3, 0, 17])
-def test_a_micro_batch_that_does_not_divide_is_refused(size: Any) -> None:
+def test_a_micro_batch_that_does_not_divide_is_rejected(size: Any) -> None:
     with rejects("micro_batch", size, "divides"):
         divide_batch(PLAIN, 16, 4, size)

@@ -42,7 +42,7 @@ def out_of_order(step: str, after: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_F15_a_step_after_a_later_one_is_refused(step: str) -> None:
+def test_F15_a_step_after_a_later_one_is_rejected(step: str) -> None:
     for later in STEPS[STEPS.index(step) + 1 :]:
         net = model()
         mark(net, later)
@@ -88,7 +88,7 @@ def test_steps_of_this_package_leave_their_marks() -> None:
         recompute([net[2]], "full")
 
 
-def test_a_mark_on_a_part_counts_and_state_is_left_alone() -> None:
+def test_a_mark_on_a_submodule_counts_and_state_is_kept() -> None:
     net = model()
     before = list(net.state_dict())
     mark(net[2], "compile")

@@ -159,7 +159,7 @@ def test_a_block_gets_its_fp32_tables_as_they_are() -> None:
     assert model.block.seen == [torch.bfloat16, torch.float32]
 
 
-def test_what_has_values_keeps_them_beside_what_is_on_meta() -> None:
+def test_tensors_with_values_keep_them_next_to_tensors_on_meta() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2, device="meta"))
     model[0].running_mean.fill_(3.0)
     parallelize(model, ParallelConfig(device="cpu", precision="fp32"))
@@ -168,7 +168,7 @@ def test_what_has_values_keeps_them_beside_what_is_on_meta() -> None:
     assert model[1].weight.device.type == "cpu"
 
 
-def test_a_group_of_somebody_else_is_used_and_left_alone() -> None:
+def test_an_existing_group_is_used_and_not_destroyed() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallelize(Net(), ParallelConfig(device="cpu", precision="bf16"))
     end_process_group()

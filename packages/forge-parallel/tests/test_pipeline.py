@@ -62,7 +62,9 @@ def meshes(rank: int, size: int = 2) -> Any:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("first_blocks", [1, 3])
-def test_the_dearest_stage_is_as_cheap_as_any_cut_allows(seed: int, first_blocks: int) -> None:
+def test_the_most_expensive_stage_is_as_cheap_as_any_partition_allows(
+    seed: int, first_blocks: int
+) -> None:
     draw = random.Random(seed)
     costs = [draw.uniform(0.1, 5) for _ in range(draw.randint(6, 9))]
     count = draw.randint(1, 4)
@@ -85,7 +87,7 @@ def test_equal_blocks_give_even_stages_and_a_heavy_head_fewer_blocks() -> None:
     assert [len(part) for part in stage_ranges([1, 1, 1, 1, 1, 4], 2)] == [4, 2]
 
 
-def test_fewer_blocks_than_stages_are_refused() -> None:
+def test_fewer_blocks_than_stages_are_rejected() -> None:
     with rejects("num_layers", 3, "stages"):
         stage_ranges([1, 1, 1], 4)
     assert [len(part) for part in stage_ranges([9, 1, 1], 2, 2)] == [2, 1]
@@ -93,7 +95,7 @@ def test_fewer_blocks_than_stages_are_refused() -> None:
         stage_ranges([9, 1, 1], 3, 2)
 
 
-def test_costs_are_counted_and_the_ends_weighed_in() -> None:
+def test_costs_are_counted_and_include_the_ends() -> None:
     model = net(layers=3)
     inside = 2.0 * sum(p.numel() for p in model.layers[0].parameters())
     table = 2.0 * sum(p.numel() for m in (model.embedding, model.place) for p in m.parameters())
@@ -109,7 +111,7 @@ def test_costs_are_counted_and_the_ends_weighed_in() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_ranks_keep_the_names_of_the_whole_and_lose_none(schedule: str, tied: bool) -> None:
+def test_ranks_keep_the_names_of_the_full_model_and_lose_none(schedule: str, tied: bool) -> None:
     set_up = config(4, schedule)
     whole = net(tied=tied)
     names = set(whole.state_dict())
@@ -162,7 +164,7 @@ def test_modules_are_replaced_before_stages_share_them() -> None:
     assert (caught.value.step, caught.value.after) == ("float8", "split")
 
 
-def test_a_model_is_cut_once_and_before_other_steps() -> None:
+def test_a_model_is_partitioned_once_and_before_other_steps() -> None:
     model = net()
     split(model, config(), meshes(0))
     with pytest.raises(OrderError):
@@ -183,14 +185,16 @@ class Stranger(nn.Module):
         (lambda m: delattr(m, "place"), "place", "child"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(change: Any, value: object, code: str) -> None:
+def test_models_that_cannot_be_partitioned_are_rejected_by_name(
+    change: Any, value: object, code: str
+) -> None:
     model = net()
     change(model)
     with rejects("pipeline_parts", value, code):
         split(model, config(), meshes(0))
 
 
-def test_a_model_without_the_protocol_is_refused_by_name() -> None:
+def test_a_model_without_the_protocol_is_rejected_by_name() -> None:
     with rejects("pipeline_parts", ..., "missing", where="Stranger"):
         parts_of(Stranger())
 
@@ -207,7 +211,7 @@ def test_a_model_without_the_protocol_is_refused_by_name() -> None:
         (config(2, "gpipe"), 0, 8, "num_micro_batches", 0, "range", ["2"]),
     ],
 )
-def test_bad_numbers_are_refused_before_anything_starts(
+def test_bad_numbers_are_rejected_before_anything_starts(
     set_up: ParallelConfig,
     batches: int,
     layers: int,
@@ -238,7 +242,7 @@ def test_without_pp_there_are_no_rules() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("pp", [2, 3])
-def test_every_number_of_micro_batches_runs_or_is_refused(schedule: str, pp: int) -> None:
+def test_every_number_of_micro_batches_runs_or_is_rejected(schedule: str, pp: int) -> None:
     """torch's own order of a schedule, checked to its end, against our rules."""
     set_up = config(pp, schedule)
     count = num_stages(set_up)
@@ -318,7 +322,7 @@ def _ready(action: Any, done: set[tuple[str, int, int]], count: int) -> bool:
     return True
 
 
-def test_the_width_of_the_stream_is_what_the_model_says() -> None:
+def test_the_width_of_the_stream_is_that_of_the_model() -> None:
     model = net()
     parts = model.pipeline_parts()
     with rejects("dim", None, "type"):

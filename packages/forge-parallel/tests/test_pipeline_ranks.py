@@ -130,7 +130,7 @@ def test_F06_clipping_is_by_the_norm_over_all_stages() -> None:
 @pytest.mark.parametrize(
     "options", [{"tp": 2, "sequence_parallel": False}, {"cp": 1}, {"dp_shard": 2}]
 )
-def test_F09_a_pipeline_starts_beside_other_axes(options: dict[str, Any]) -> None:
+def test_F09_a_pipeline_starts_with_other_axes(options: dict[str, Any]) -> None:
     ranks = run_on_ranks(4, train, {"pp": 2, **options}, {}, 8)
     assert error(ranks, one_process(8)) <= 1e-5
 

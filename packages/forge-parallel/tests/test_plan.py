@@ -291,7 +291,7 @@ def test_traffic_of_tensor_parallelism_is_four_streams_a_block() -> None:
         assert tp.whole == 2 * (4 * 4 + 2) * stream
 
 
-def test_places_on_nodes_of_four_and_eight() -> None:
+def test_ranks_on_nodes_of_four_and_eight() -> None:
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=1, tp=4, ep=1)
     eight, four = Topology(layout, 8), Topology(layout, 4)
     assert (eight.nodes, four.nodes) == (4, 8)
@@ -340,7 +340,7 @@ def test_a_model_without_parts_is_planned_without_a_pipeline() -> None:
     assert {c.candidate.layout.pp for c in found} == {1}
 
 
-def test_a_part_of_a_layer_must_be_the_multiple_that_its_role_says() -> None:
+def test_a_shard_of_a_layer_must_be_the_multiple_of_its_role() -> None:
     model: Any = on_meta()
     roles = model.parallel_roles() | {
         "layers.*.gate_proj.*": {"role": "colwise", "multiple_of": 160}
@@ -356,7 +356,7 @@ def test_tp_leaves_its_node_only_if_allowed() -> None:
     plan(on_meta(heads=16, kv_heads=16), 16, batch=1, tp=16, across_nodes=True)
 
 
-def test_what_the_caller_refuses_is_not_a_candidate() -> None:
+def test_layouts_that_the_caller_rejects_are_no_candidates() -> None:
     """A runner has rules of its own, of models that it knows."""
     model = on_meta()
     space = SearchSpace(Profile(model, SEQ), ParallelConfig(), 4, 32, H200, 4)

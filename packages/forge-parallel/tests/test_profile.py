@@ -139,7 +139,7 @@ def test_seconds_of_a_cpu_are_self_times_of_operators() -> None:
     assert span["idle_seconds"] == pytest.approx(span["host_seconds"] - span["device_seconds"])
 
 
-def test_the_table_says_what_was_found() -> None:
+def test_the_table_has_what_was_found() -> None:
     text = markdown({**breakdown(GPU), "memory": {"parameters": 3 * 2**20}})
     assert "| matrix products | 11.000 | 22.0% |" in text
     assert "| communication, exposed | 10.000 | 20.0% |" in text
@@ -333,7 +333,7 @@ def test_a_window_without_its_warm_up_or_with_an_error_is_left_out(tmp_path: Pat
     assert (found["step"], found["steps"]) == (22, 2)
 
 
-def test_a_trace_that_is_cut_off_is_an_error_of_the_disk(
+def test_a_truncated_trace_is_an_error_of_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As torch leaves it when the folder for temporary files is full."""
@@ -346,7 +346,7 @@ def test_a_trace_that_is_cut_off_is_an_error_of_the_disk(
         train(tmp_path, start_step=2, num_steps=1)
 
 
-def test_numbers_without_meaning_are_refused(tmp_path: Path) -> None:
+def test_numbers_without_meaning_are_rejected(tmp_path: Path) -> None:
     with rejects("start_step", 1, "range") as caught:
         ProfileWindow(tmp_path, start_step=1, num_steps=3, every_steps=3)
     assert_problem(caught.value, "every_steps", 3, "range")

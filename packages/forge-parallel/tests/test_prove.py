@@ -164,7 +164,7 @@ def test_F223_builds_differ_where_one_has_nan_and_the_other_zero() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_model_does_not_offer_is_refused_with_the_reason() -> None:
+def test_features_that_a_model_does_not_have_are_rejected_with_the_reason() -> None:
     class Plain(nn.Sequential):
         """No roles, no parts, no blocks, no positions."""
 
@@ -194,14 +194,14 @@ def test_a_wrong_role_is_red_and_names_the_parameter() -> None:
 
 
 @pytest.mark.slow
-def test_a_head_that_every_rank_computes_whole_is_green() -> None:
+def test_a_head_that_every_rank_fully_computes_is_green() -> None:
     roles = ROLES | {"head.*": "opaque"}
     results = prove(Model, roles=roles, vocab_size=VOCAB, only="tp", worlds=[2])
     assert verdicts(results) == {"tp": "green", "tp, whole stream": "green"}
 
 
 @pytest.mark.slow
-def test_layouts_of_ones_own_are_cells() -> None:
+def test_custom_layouts_are_cells() -> None:
     """The third has 24 rows, so that three readers of two micro-batches get as many each."""
     layouts = [{"tp": 2, "pp": 2}, {"cp": 2, "dp_replicate": 2, "recompute": "selective"}]
     results = prove(Model, vocab_size=VOCAB, nproc=4, layouts=layouts)
@@ -293,7 +293,9 @@ def test_sums_in_bf16_and_wrong_roles_are_red_in_bf16(monkeypatch: pytest.Monkey
     assert low.parameter == "head.weight"
 
 
-def test_ranks_are_deterministic_and_the_header_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_deterministic_and_the_header_has_the_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
     def build() -> nn.Module:
@@ -336,7 +338,7 @@ def test_impossible_proofs_raise(
         prove(Model, **{"vocab_size": VOCAB, **options})
 
 
-def test_gpus_that_a_process_cannot_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_that_a_process_cannot_have_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine of the tests has one: the number of GPUs and the build of torch are stand-ins."""
     monkeypatch.setattr(torch.version, "cuda", None)
     with rejects("device", "cuda", "build", ProveError):
@@ -670,7 +672,7 @@ def test_F86_rows_that_take_different_ways_are_green_row_by_row() -> None:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("build", [with_blocks(fused), Functional], ids=["fused", "functional"])
-def test_F87_cut_weights_in_foreign_code_are_red_with_the_reason(
+def test_F87_sharded_weights_in_foreign_code_are_red_with_the_reason(
     build: Callable[[], nn.Module],
 ) -> None:
     results = prove(build, vocab_size=VOCAB, only="tp", worlds=[2])
@@ -762,7 +764,7 @@ def test_choices_that_rounding_changes_are_due_to_the_precision() -> None:
 
 
 @pytest.mark.slow
-def test_F89_dropout_is_off_and_refused_under_tp() -> None:
+def test_F89_dropout_is_off_and_rejected_under_tp() -> None:
     roles = ROLES | {"*.down.*": "rowwise"}
     results = prove(with_blocks(dropping), roles=roles, vocab_size=VOCAB, only="p", worlds=[2])
     found = verdicts(results)
@@ -854,7 +856,7 @@ def test_flags_that_cannot_be_used_are_named(
         run([*COMMAND, *arguments])
 
 
-def test_a_role_that_is_a_number_is_refused_in_its_cell(lab: Path) -> None:
+def test_a_role_that_is_a_number_is_rejected_in_its_cell(lab: Path) -> None:
     (result,) = run(["my_lab:build", "--roles", "numbers.toml", *COMMAND])
     assert result.verdict == "refused"
     assert_problem(result, "up.*", 3, "type")  # type: ignore[arg-type]

@@ -187,7 +187,7 @@ def test_F13_labels_are_counted_over_the_global_batch() -> None:
         ({"dp_replicate": 2, "dp_shard": 4}, 4, "world_size", "8"),
     ],
 )
-def test_layouts_that_do_not_fit_are_refused(
+def test_layouts_that_do_not_fit_are_rejected(
     options: dict[str, Any], value: int, code: str, product: str
 ) -> None:
     with rejects("dp_shard", value, code) as caught:
@@ -351,7 +351,7 @@ def broken_axis(name: str) -> str:
 
 @pytest.mark.lane("test")
 @pytest.mark.parametrize("name", ["tp", "cp"])
-def test_a_group_that_cannot_talk_is_named_at_the_start(name: str) -> None:
+def test_a_group_that_cannot_communicate_is_named_at_the_start(name: str) -> None:
     for rank, said in enumerate(run_on_ranks(4, broken_axis, name)):
         assert f" {rank}: " in said
         assert "connection refused" in said
@@ -380,7 +380,7 @@ def few_experts() -> tuple[tuple[int, ...], torch.Tensor]:
     return shape, whole(model.w.grad)  # type: ignore[arg-type]
 
 
-def test_fewer_experts_than_ranks_are_cut_inside() -> None:
+def test_fewer_experts_than_ranks_are_sharded_inside() -> None:
     model = Stacks()
     model(torch.arange(32.0).view(4, 8).sin()).sum().backward()
     wanted = model.w.grad

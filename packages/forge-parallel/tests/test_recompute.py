@@ -157,7 +157,7 @@ def test_every_second_block() -> None:
     assert [len(block.calls) for block in model.layers] == [2, 1, 2]
 
 
-def test_selective_computes_no_product_twice() -> None:
+def test_selective_computes_no_matmul_twice() -> None:
     model = Net()
     recompute(model.blocks(), "selective")
     counted = _Products()
@@ -202,7 +202,7 @@ class Fickle(nn.Module):
         return F.silu(F.silu(self.linear(x[: 5 - self.times])).sum(0, keepdim=True) + x)
 
 
-def test_what_would_be_wrong_is_refused() -> None:
+def test_settings_with_wrong_results_are_rejected() -> None:
     model = Net(InPlace)
     recompute(model.blocks(), "selective")
     with pytest.raises(RuntimeError, match=r"aten\.mul_"):
@@ -275,7 +275,9 @@ def test_a_copy_recomputes_on_its_own_parameters() -> None:
         ({"every": 0}, "recompute_every", 0, "range"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], key: str, value: object, code: str) -> None:
+def test_invalid_arguments_are_rejected(
+    arguments: dict[str, Any], key: str, value: object, code: str
+) -> None:
     with rejects(key, value, code):
         recompute(Net().blocks(), **arguments)
 

@@ -12,7 +12,7 @@ from forge_parallel.pipeline import Pipeline
 pytestmark = pytest.mark.lane("test")
 
 
-def test_old_modules_and_names_are_the_new_ones() -> None:
+def test_old_modules_and_names_are_aliases_of_the_new() -> None:
     for old, new in _renamed.MODULES.items():
         with pytest.warns(DeprecationWarning, match=f"forge_parallel.{new} now"):
             module = importlib.import_module(f"forge_parallel.{old}")

@@ -44,7 +44,7 @@ def test_a_kernel_is_chosen_and_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
         assert kernel() == "flash"
 
 
-def test_what_the_device_has_not_is_refused_before_a_group_starts() -> None:
+def test_backends_that_the_device_lacks_are_rejected_before_a_group_starts() -> None:
     with (
         rejects("sdpa", "cudnn", "device"),
         launch(ParallelConfig(device="cpu", sdpa="cudnn")),

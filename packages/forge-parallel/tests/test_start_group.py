@@ -220,7 +220,7 @@ def test_a_missing_rank_is_named_by_all_that_came(start):
 
 
 @pytest.mark.slow
-def test_a_missing_rank_0_is_a_refused_connection_to_its_address(start):
+def test_a_missing_rank_0_is_a_failed_connection_to_its_address(start):
     port = free_port()
     (answer,) = start(plain(2, port, TIMEOUT=str(TIMEOUT))[1:])
     text = assert_start_error(answer, "MASTER_ADDR", f"127.0.0.1:{port}", "unreachable")
@@ -293,9 +293,7 @@ def test_F104_keys_bear_the_name_of_the_run(start, strangers_store):
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_F104_a_rank_whose_place_is_taken_without_a_word_ends_the_start_for_all(
-    start, strangers_store
-):
+def test_F104_two_silent_ranks_of_one_number_end_the_start_for_all(start, strangers_store):
     for key, value in TAKEN.items():
         if key != "rank/1":
             strangers_store.set(
@@ -333,7 +331,7 @@ def test_facts_that_differ_are_named_on_every_rank(start, name, key, value):
         assert socket.gethostname() in assert_start_error(answer, key, value, "differs")
 
 
-def test_a_rank_of_a_larger_world_refuses(start):
+def test_a_rank_of_a_larger_world_raises(start):
     environs = plain(2, free_port())
     environs.append({**environs[1], "RANK": "2", "WORLD_SIZE": "3"})
     *fine, stranger = start(environs)
@@ -387,7 +385,7 @@ def test_two_hosts_whose_names_mean_nothing_to_each_other_meet(start, two_hosts)
     assert [answer.get("sums", answer) for answer in answers] == [[10.0, 10.0]] * 4
 
 
-def test_a_group_that_runs_already_is_refused():
+def test_a_group_that_runs_already_is_rejected():
     import torch.distributed as dist
 
     from forge_parallel.start import StartError, World, end_process_group, start_process_group

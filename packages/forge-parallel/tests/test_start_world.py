@@ -103,7 +103,7 @@ def test_a_world_for_every_launcher(environ, world):
         (STEP | {"SLURM_STEP_NODELIST": "n[1-2"}, "SLURM_STEP_NODELIST", "n[1-2", "syntax"),
     ],
 )
-def test_a_contradicting_environment_is_refused(
+def test_a_contradicting_environment_is_rejected(
     environ: dict[str, str], key: str, value: object, code: str
 ) -> None:
     with rejects(key, value, code):

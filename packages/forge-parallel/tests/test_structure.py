@@ -99,7 +99,7 @@ def test_the_longest_list_of_like_modules_is_taken(kind: str) -> None:
         assert {"first": found.first, "last": found.last[:2]} == ENDS
 
 
-def test_the_choice_is_told_in_a_sentence() -> None:
+def test_the_choice_is_described_in_a_sentence() -> None:
     chosen = structure_of(Stranger(blocks(3))).chosen
     assert {"Stranger", "3", "Block", "body.layers"} <= set(re.findall(r"\w[\w.]*", chosen))
 
@@ -113,7 +113,7 @@ def test_two_equally_long_lists_are_an_error_that_names_both() -> None:
     assert both.blocks == (*names("body.layers", 3), *names("tower", 3))
 
 
-def test_what_the_model_says_goes_before_its_lists_and_what_the_caller_says_before_both() -> None:
+def test_the_models_method_overrides_its_lists_and_the_caller_overrides_both() -> None:
     model: Any = Stranger(blocks(3), tower=blocks(2))
     model.blocks = lambda: list(model.tower)
     assert structure_of(model) == Structure(
@@ -132,7 +132,7 @@ def test_what_the_model_says_goes_before_its_lists_and_what_the_caller_says_befo
     assert structure_of(model).blocks == names("body.layers", 3)
 
 
-def test_a_tied_head_stands_at_both_ends() -> None:
+def test_a_tied_head_is_at_both_ends() -> None:
     model = Stranger(blocks(2))
     model.head.weight = model.body.embedding.weight
     assert structure_of(model).tied == ("body.embedding",)
@@ -169,13 +169,13 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_a_block_is_refused_by_name(kind: str) -> None:
+def test_modules_that_cannot_be_a_block_are_rejected_by_name(kind: str) -> None:
     given, value, code = REFUSED[kind]
     with rejects("blocks", value, code):
         structure_of(Stranger(blocks(3)), given)
 
 
-def test_blocks_that_the_model_has_not_registered_are_refused() -> None:
+def test_blocks_that_the_model_has_not_registered_are_rejected() -> None:
     model: Any = Stranger(blocks(2))
     model.blocks = lambda: [Block()]
     with rejects("blocks", "Block", "unregistered"):
@@ -210,7 +210,7 @@ def units(given: Any, report: bool, precision: str = "bf16") -> tuple[list[str],
 
 
 @pytest.mark.distributed
-def test_units_are_those_blocks_and_the_choice_is_told_once() -> None:
+def test_units_are_those_blocks_and_the_choice_is_logged_once() -> None:
     layers, tower = list(names("body.layers", 3)), list(names("tower", 2))
     (first, told), (second, others) = run_on_ranks(2, units, None, False)
     assert first == second == ["", *layers]
@@ -230,7 +230,7 @@ def in_one_process(**options: Any) -> None:
     parallelize(Two(), config, make_meshes(config))
 
 
-def test_who_needs_no_blocks_is_not_asked_for_them() -> None:
+def test_layouts_that_need_no_blocks_do_not_require_them() -> None:
     in_one_process()
     with rejects("blocks", ["body.layers", "tower"], "ambiguous"):
         in_one_process(recompute="full")
@@ -240,7 +240,7 @@ LAYOUTS = [(1, 1, 1, 1, 1, 1), (2, 1, 2, 2, 1, 2), (1, 2, 2, 1, 2, 4), (2, 3, 2,
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_places_and_groups_are_those_of_counting_row_by_row(sizes: tuple[int, ...]) -> None:
+def test_coordinates_and_groups_are_those_of_counting_row_by_row(sizes: tuple[int, ...]) -> None:
     layout = Layout(*sizes)
     names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     places = list(itertools.product(*(range(size) for size in sizes[:5])))

@@ -72,7 +72,7 @@ def misplaced(tp: int) -> tuple[list[int], list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "tp"), [(4, 2), (6, 2), (6, 3), (8, 2)])
-def test_torch_knows_which_part_of_a_table_a_rank_has(world: int, tp: int) -> None:
+def test_a_dtensor_has_the_part_of_a_table_of_its_rank(world: int, tp: int) -> None:
     found = run_on_ranks(world, misplaced, tp)
     assert not {vocab for wrong, _ in found for vocab in wrong}
     expected = [v for v in SIZES if not offsets_are_right(v, tp, world // tp)]
@@ -99,7 +99,7 @@ def _refused(how: str) -> ValueError | None:
 @pytest.mark.parametrize(
     ("how", "key"), [("width", "table"), ("bias", "head.bias"), ("step by step", "rows")]
 )
-def test_what_can_be_cut_neither_way_is_refused(how: str, key: str) -> None:
+def test_tables_that_can_be_sharded_neither_way_are_rejected(how: str, key: str) -> None:
     for error in run_on_ranks(6, _refused, how):
         assert_problem(error, key, 13, "shards")
         assert "14" in error.problems[0].fix.split()

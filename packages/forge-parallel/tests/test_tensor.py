@@ -187,7 +187,7 @@ def _on_meta():
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_a_meta_model_is_cut_and_filled_later():
+def test_a_meta_model_is_sharded_and_filled_later():
     for difference, source in run_on_ranks(4, _on_meta):
         assert abs(difference) < 1e-5
         assert source == 0.0
@@ -204,7 +204,7 @@ def _gathered():
     return tuple(local.shape), float((whole - want).abs().max()), float(local.max())
 
 
-def test_logits_stay_cut_and_can_be_gathered():
+def test_logits_stay_sharded_and_can_be_gathered():
     ranks = run_on_ranks(2, _gathered)
     assert all(shape == (2, 8, 19) and error < 1e-5 for shape, error, _ in ranks)
 
@@ -218,7 +218,7 @@ def _too_short():
         return error
 
 
-def test_rows_that_do_not_divide_are_refused():
+def test_rows_that_do_not_divide_are_rejected():
     error = run_on_ranks(2, _too_short)[1]
     assert_problem(error, "dim 1", 7, "divides")
     assert {"6", "8", "sequence_parallel"} <= set(re.findall(r"\w+", error.problems[0].fix))
@@ -244,7 +244,7 @@ def _refused():
     return found
 
 
-def test_what_cannot_be_cut_is_refused_before_anything_changes():
+def test_models_that_cannot_be_sharded_are_rejected_before_anything_changes():
     heads, later, roles = run_on_ranks(4, _refused)[0]
     assert [p.key for p in heads.problems] == [f"layers.0.mixer.{name}_proj" for name in "kv"]
     assert_problem(heads, "layers.0.mixer.k_proj", 8, "divides")

@@ -77,7 +77,7 @@ def used_from_outside(build: Callable[[], nn.Module], sequence_parallel: bool) -
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("build", [fused, functional_head])
-def test_F87_a_cut_weight_is_refused_to_other_code(
+def test_F87_use_of_a_sharded_weight_in_other_code_raises(
     build: Callable[[], nn.Module], sequence_parallel: bool
 ) -> None:
     for error in run_on_ranks(2, used_from_outside, build, sequence_parallel):
@@ -101,7 +101,7 @@ def looked_at() -> list[Any]:
     return found
 
 
-def test_F87_looking_at_a_cut_weight_is_allowed() -> None:
+def test_F87_inspecting_a_sharded_weight_is_allowed() -> None:
     for found in run_on_ranks(2, looked_at):
         assert found == [torch.float32, (16, 16), 1.0, True, True, True]
 

@@ -90,7 +90,7 @@ def test_roles_of_what_the_plan_leaves_out():
     assert roles["lm_head.weight"] == "gather_output"
 
 
-def test_F113_unknown_styles_and_forgotten_norms_are_refused_by_name():
+def test_F113_unknown_styles_and_forgotten_norms_are_rejected_by_name():
     model = build("Qwen3")
     plan = dict(model.config.base_model_tp_plan)
     plan["layers.*.mlp.up_proj"] = "packed_colwise"
@@ -127,7 +127,7 @@ def _own_loss_and_text(kind):
     return float((losses[0] - losses[1]).abs()), worst, near, all(map(torch.equal, texts[::2], texts[1::2]))  # fmt: skip
 
 
-def test_F94_a_model_of_hugging_face_sees_its_whole_vocabulary_but_in_training():
+def test_F94_a_model_of_hugging_face_has_its_full_vocabulary_except_in_training():
     for loss, worst, near, same in run_on_ranks(2, _own_loss_and_text, "Llama", timeout=120):
         assert loss < 1e-5
         assert worst < 1e-5
@@ -144,7 +144,7 @@ def _with_dropout(dropout):
     return None
 
 
-def test_F89_dropout_of_a_model_of_hugging_face_is_refused_under_tp():
+def test_F89_dropout_of_a_model_of_hugging_face_is_rejected_under_tp():
     assert run_on_ranks(2, _with_dropout, 0.0) == [None, None]
     (error, _) = run_on_ranks(2, _with_dropout, 0.25)
     assert_problem(error, "model.layers.0.self_attn.attention_dropout", 0.25, "dropout")
@@ -158,7 +158,7 @@ def _cut_stream():
         return error
 
 
-def test_sequence_parallelism_of_a_plan_is_refused():
+def test_sequence_parallelism_of_a_plan_is_rejected():
     error = run_on_ranks(2, _cut_stream)[0]
     assert_problem(error, "sequence_parallel", True, "excludes")
     assert "LlamaForCausalLM" in str(error)

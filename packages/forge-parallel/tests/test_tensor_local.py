@@ -31,7 +31,7 @@ def test_swapped_module_is_still_what_it_was():
     assert list(linear.state_dict()) == names
 
 
-def test_use_local_refuses_what_is_no_parameter():
+def test_use_local_rejects_tensors_that_are_no_parameter():
     with rejects("name", "scale", "not_found"):
         use_local(nn.Linear(2, 2), "scale")
 

@@ -39,7 +39,7 @@ def test_modules_of_every_kind_are_found():
     assert not found.is_routed("layers.2.mixer.q_proj")
 
 
-def test_a_row_may_ask_for_multiples():
+def test_a_row_may_require_multiples():
     for value in ({"role": "colwise", "multiple_of": 2}, Role("colwise", 2), ("colwise", 2)):
         matched = match_roles(Small(), {"up.*": value, "down.*": "rowwise"})
         check_shards(Small(), matched, 3)
@@ -67,12 +67,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("table", "key", "value", "code"), REFUSED)
-def test_wrong_tables_are_refused(table, key, value, code):
+def test_wrong_tables_are_rejected(table, key, value, code):
     with rejects(key, value, code):
         match_roles(Small(), table, strict=True)
 
 
-def test_regions_that_cross_are_refused():
+def test_regions_that_cross_are_rejected():
     roles = Model(kinds="r").parallel_roles() | {"layers.0.feed_forward.router.*": "opaque"}
     with rejects("layers.0.feed_forward.router", ..., "experts"):
         match_roles(Model(kinds="r"), roles)
@@ -102,7 +102,7 @@ def test_regions_that_cross_are_refused():
         (nn.Linear(6, 4), "rowwise", "part", 6, "divides"),
     ],
 )
-def test_what_cannot_be_cut_is_named(module, role, key, value, code):
+def test_modules_that_cannot_be_sharded_are_named(module, role, key, value, code):
     model = nn.ModuleDict({"part": module})
     with rejects(key, value, code):
         check_shards(model, match_roles(model, {"part.*": role}), 4)

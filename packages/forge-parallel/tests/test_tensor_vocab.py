@@ -64,7 +64,7 @@ def _cut(ids, dtype):
 
 @pytest.mark.parametrize(("ranks", "ids"), [(2, 16), (2, 37), (4, 37)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sum_and_gradient_equal_whole_logits(ranks, ids, dtype):
+def test_sum_and_gradient_equal_those_of_full_logits(ranks, ids, dtype):
     for loss, grad, count, nothing, kept in run_on_ranks(ranks, _cut, ids, dtype):
         assert loss < 1e-6
         assert grad < (1e-5 if dtype is torch.float32 else 1e-2)  # one rounding to bf16
@@ -115,6 +115,6 @@ def test_one_rank_needs_no_group():
         (torch.full((3, 5), 16), 16, "range"),
     ],
 )
-def test_labels_that_do_not_fit_are_refused(labels, value, code):
+def test_labels_that_do_not_fit_are_rejected(labels, value, code):
     with rejects("labels", value, code):
         vocab_cross_entropy(_data(16)[0], labels, ALONE)

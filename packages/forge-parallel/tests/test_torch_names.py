@@ -21,7 +21,7 @@ def base_without(name: str) -> type:
 
 
 @pytest.mark.parametrize("name", OVERRIDDEN)
-def test_a_stage_that_overrides_nothing_is_refused(
+def test_a_stage_that_overrides_nothing_is_rejected(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
@@ -40,12 +40,12 @@ class Renamed:
     _gathered_param: nn.Parameter
 
 
-def test_a_gathered_parameter_of_another_name_is_refused() -> None:
+def test_a_gathered_parameter_of_another_name_is_rejected() -> None:
     with pytest.raises(AttributeError, match=r"Renamed of torch .* must have _unsharded_param"):
         _torch_compat._gathered(Renamed())
 
 
-def test_a_mark_that_the_compiler_does_not_know_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_unknown_to_the_compiler_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch._dynamo  # without it nothing is asked
 
     called = _torch_compat.disable_compile(lambda: 1)

@@ -111,7 +111,7 @@ FIRST = ("both", 37, False)  # the case of the lane test
         for case in itertools.product(TERMS, [16, 37], [False, True])
     ],
 )
-def test_sums_and_gradients_equal_whole_logits(terms: str, ids: int, fused: bool) -> None:
+def test_sums_and_gradients_equal_those_of_full_logits(terms: str, ids: int, fused: bool) -> None:
     for weighted in (False, True):
         wanted = whole(ids, TERMS[terms], weighted, CAP if fused else {})
         ranks = run_on_ranks(2, on_rank, ids, TERMS[terms], weighted, fused)
@@ -147,7 +147,7 @@ def under_autocast(ids: int, fused: bool, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 2**-7), (torch.float64, 1e-12)], ids=str
 )
-def test_autocast_is_that_of_the_product(dtype: torch.dtype, bound: float) -> None:
+def test_autocast_is_that_of_a_matmul(dtype: torch.dtype, bound: float) -> None:
     """bf16 gradients differ by a rounding; float64 is none of autocast's dtypes."""
     fused, plain = (run_on_ranks(2, under_autocast, 37, f, dtype) for f in (True, False))
     for got, wanted in zip(fused, plain, strict=True):
@@ -178,7 +178,7 @@ def test_labels_are_ids_and_weights_numbers(fused: bool) -> None:
     assert torch.equal(loss(labels, short).count, loss(labels, short.float()).count)
 
 
-def test_fp16_products_are_refused_with_grad_alone() -> None:
+def test_fp16_matmuls_are_rejected_only_with_grad() -> None:
     x, weight, labels, _ = data(9)
     x, weight = x.half(), weight.half()
     wanted = vocab_cross_entropy(F.linear(x, weight), labels, ALONE).sum
@@ -255,7 +255,9 @@ def test_no_tensor_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -
     ],
     ids=str,
 )
-def test_refusals(keys: dict[str, Any], key: str, value: object, code: str) -> None:
+def test_invalid_arguments_are_rejected(
+    keys: dict[str, Any], key: str, value: object, code: str
+) -> None:
     x, weight, labels, _ = data(9)
     with rejects(key, value, code):
         vocab_fused_cross_entropy(x, weight, labels, ALONE, **keys)

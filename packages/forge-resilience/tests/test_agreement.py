@@ -28,7 +28,7 @@ def decide(votes: list[Vote]) -> Decision:
     return pending.wait()
 
 
-def test_one_process_decides_alone() -> None:
+def test_one_process_decides_for_itself() -> None:
     decision = Agreement().start(Vote(stop=signal.SIGTERM, count=7)).wait()
     assert (decision.stop, decision.count, decision.save) == ((0, 15), 7, False)
     assert Agreement().exchange({"a": 1}) == [{"a": 1}]
@@ -48,7 +48,7 @@ def test_every_rank_gets_the_votes_of_all() -> None:
 
 
 @pytest.mark.distributed
-def test_digests_of_64_bits_and_large_counts_arrive_whole() -> None:
+def test_digests_of_64_bits_and_large_counts_arrive_exactly() -> None:
     votes = [Vote(digest=-(2**63), count=2**40 + n, counts=(n, 2**60)) for n in range(2)]
     (decision, _) = run_on_ranks(2, decide, votes)
     assert decision.mismatched_ranks == []
@@ -79,7 +79,7 @@ def decide_without_a_group() -> tuple[Decision, Decision, list[int], list[int]]:
 
 
 @pytest.mark.distributed
-def test_F95_without_a_group_the_default_group_decides_and_one_may_ask_to_be_alone() -> None:
+def test_F95_without_a_group_the_default_group_decides_unless_one_process_is_chosen() -> None:
     told = run_on_ranks(2, decide_without_a_group)
     for rank, (decision, own, all_ranks, mine) in enumerate(told):
         assert (decision.stop, decision.count, all_ranks) == ((1, 15), 6, [0, 1])
@@ -87,7 +87,7 @@ def test_F95_without_a_group_the_default_group_decides_and_one_may_ask_to_be_alo
         assert own.stop == (None if rank == 0 else (0, 15))
 
 
-def test_F95_a_group_and_alone_contradict_each_other() -> None:
+def test_F95_a_group_and_one_process_contradict_each_other() -> None:
     with rejects("alone", True, "excludes"):
         Agreement(object(), alone=True)
 
@@ -102,7 +102,7 @@ def no_host_group() -> None:
 
 
 @pytest.mark.distributed
-def test_F95_a_default_group_without_cpu_tensors_is_refused() -> None:
+def test_F95_a_default_group_without_cpu_tensors_is_rejected() -> None:
     run_on_ranks(2, no_host_group)
 
 
@@ -137,7 +137,7 @@ def test_F112_digests_with_the_top_bit_travel_between_ranks() -> None:
         ("stop", "TERM", "type"),
     ],
 )
-def test_F112_what_no_rank_could_send_is_refused_when_the_vote_is_made(
+def test_F112_votes_that_no_rank_could_send_are_rejected_when_made(
     key: str, value: object, code: str
 ) -> None:
     with rejects(key, value, code):
@@ -156,7 +156,7 @@ def test_F112_a_count_may_be_a_tensor() -> None:
     assert Vote(count=torch.tensor(5)) == Vote(count=5)  # type: ignore[arg-type]
 
 
-def test_what_nothing_can_be_trained_on_is_told() -> None:
+def test_batches_without_labels_are_reported() -> None:
     same = Vote(digest=1, count=2.0)
     assert Decision((same, same)).data_problem == Decision((Vote(),)).data_problem == ""
     assert "[1]" in Decision((same, Vote(digest=2, count=2.0))).data_problem

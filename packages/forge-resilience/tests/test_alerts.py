@@ -134,7 +134,7 @@ def test_new_events_reach_both_ways_once_and_others_none(
     assert failures(journal) == []
 
 
-def test_the_next_life_sends_what_was_written_between(
+def test_the_next_attempt_sends_what_was_written_between(
     tmp_path: Path, receiver: Receiver, journal: Journal
 ) -> None:
     """By a supervisor, which killed the follower together with the ranks."""
@@ -152,7 +152,7 @@ def test_the_next_life_sends_what_was_written_between(
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("codes", [[500, 200], [500], [302]])
-def test_a_webhook_that_refuses_is_tried_a_few_times_and_not_named(
+def test_a_webhook_that_fails_is_tried_a_few_times_and_not_named(
     receiver: Receiver, journal: Journal, codes: list[int]
 ) -> None:
     receiver.codes = list(codes)
@@ -181,7 +181,7 @@ def test_a_webhook_without_an_answer_and_without_a_server(
     assert "s3cret" not in journal.path.read_text()
 
 
-def test_the_url_may_stand_in_the_environment(
+def test_the_url_may_be_in_the_environment(
     receiver: Receiver, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_HOOK", receiver.url)
@@ -213,7 +213,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path, journa
     ("command", "cause"),
     [("bash -c 'exit 3'", "3"), ("/no/such --token s3cret", "FileNotFoundError")],
 )
-def test_a_command_that_fails_is_told_without_its_words(
+def test_a_command_that_fails_is_reported_without_its_arguments(
     journal: Journal, command: str, cause: str
 ) -> None:
     with Alerts(journal.path, AlertsConfig(command, attempts=1)):
@@ -243,7 +243,7 @@ with Alerts(sys.argv[1], AlertsConfig(webhook=sys.argv[2])) as alerts:
 """
 
 
-def test_a_killed_run_is_told_of_and_leaves_no_process(receiver: Receiver, journal: Journal) -> None:  # fmt: skip
+def test_a_killed_run_is_reported_and_leaves_no_process(receiver: Receiver, journal: Journal) -> None:  # fmt: skip
     command = [sys.executable, "-c", KILLED, str(journal.path), receiver.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
@@ -258,7 +258,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_F178_the_place_in_the_journal_is_replaced_whole(journal: Journal) -> None:
+def test_F178_the_offset_in_the_journal_is_replaced_atomically(journal: Journal) -> None:
     follower = _Follower(journal.path, AlertsConfig(), 0)
     with synced_renames() as moved:
         for _ in range(2):

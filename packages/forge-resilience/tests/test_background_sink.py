@@ -144,7 +144,7 @@ def test_hanging_sinks_share_one_wait_at_the_end(
         go.set()
 
 
-def test_a_sink_is_opened_again_behind_its_rows_without_a_wait() -> None:
+def test_a_sink_is_opened_again_after_its_rows_without_a_wait() -> None:
     first, second = Recording(), Recording()
     go = threading.Event()
 

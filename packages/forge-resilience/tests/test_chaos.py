@@ -90,7 +90,7 @@ def test_the_bound_with_failures_is_clopper_and_pearsons():
 
 
 @pytest.mark.parametrize("kind", FILE_KINDS)
-def test_damage_is_seeded_and_changes_what_its_name_says(tmp_path, kind):
+def test_damage_is_seeded_and_changes_what_its_name_states(tmp_path, kind):
     def make(name):
         for step in (1, 2):
             folder = tmp_path / name / f"step-{step}"
@@ -117,7 +117,7 @@ def test_damage_is_seeded_and_changes_what_its_name_says(tmp_path, kind):
         assert contents == clean[:1] * 2
 
 
-def test_unknown_damage_and_empty_files_are_refused(tmp_path):
+def test_unknown_damage_and_empty_files_are_rejected(tmp_path):
     (tmp_path / "empty").touch()
     with rejects("kind", "melt", "unknown"):
         damage("melt", tmp_path / "empty", 0)
@@ -141,7 +141,7 @@ def chaos(tmp_path, *arguments, program=PROGRAM):
 
 
 @pytest.mark.slow
-def test_a_strangers_program_under_faults_in_named_phases(tmp_path):
+def test_a_program_without_forge_under_faults_in_named_phases(tmp_path):
     kinds = "kill_rank,term,segfault,usr1_rank,flip_bit"
     rows, told = chaos(
         tmp_path, "--seed", "3", "--faults", "8", "--kinds", kinds,
@@ -175,7 +175,7 @@ def test_a_program_that_cannot_go_on_is_a_failure(tmp_path):
         (("--kinds", "flip_bit"), "--files;"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path, arguments, message):
+def test_wrong_arguments_are_rejected(tmp_path, arguments, message):
     _, told = chaos(tmp_path, *arguments)
     assert told.returncode == 2
     assert message in told.stderr

@@ -62,7 +62,7 @@ def test_a_story_by_hand():
     assert hours["steps"] == pytest.approx((22 * 2 + 10 * 4) / 3600)
 
 
-def test_a_checkpoint_that_was_damaged_undoes_the_lives_before_too():
+def test_a_checkpoint_that_was_damaged_undoes_the_earlier_attempts_too():
     resume = event("resume", 70.0, began=70.0, step=10, world_size=2)
     ledger = read_goodput_table([*STORY[:8], resume, event("done", 71.0, step=11)])
     assert ledger.milliseconds()["steps"] == 10_000 + 1_000
@@ -75,7 +75,7 @@ def test_writing_a_profile_is_no_work():
     assert (found["profile"], found["steps"]) == (4_000, 10_000 + 8_000 + 7_000)
 
 
-def test_a_rollback_undoes_steps_of_the_same_life():
+def test_a_rollback_undoes_steps_of_the_same_attempt():
     story = [*STORY[:4], event("rollback", 33.0, step=21, to_step=10), event("done", 40.0, step=30)]
     ledger = read_goodput_table(story)
     assert ledger.milliseconds()["recompute"] == 33_000 - 21_000
@@ -95,7 +95,7 @@ def test_a_run_that_goes_on_ends_at_its_last_sign():
     assert read_goodput_table(STORY[:4], last_sign=1.0).wall_ms == 19_000
 
 
-def test_spans_add_up_to_the_wall_clock_whatever_the_journal_says():
+def test_spans_add_up_to_the_wall_clock_whatever_the_journal_holds():
     """Random events at random times, also of a clock that goes back, and lines of others."""
     names = ["start", "resume", "save", "save_staged", "pause", "evaluation", "profile", "hang", "rollback", "stop", "done"]  # fmt: skip
     for seed in range(300):
@@ -134,7 +134,7 @@ def test_fields_of_other_types_are_left_out(name, wrong):
         assert goodput(ledger).wall_seconds == pytest.approx(ledger.wall_ms / 1000)
 
 
-def test_an_empty_journal_is_an_empty_ledger():
+def test_an_empty_journal_is_an_empty_table():
     found = goodput(read_goodput_table([]))
     assert (found.wall_seconds, found.ettr, found.best_interval) == (0.0, 0.0, None)
 

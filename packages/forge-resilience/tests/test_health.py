@@ -47,7 +47,7 @@ pytestmark = pytest.mark.lane("test")
 
 
 @pytest.mark.parametrize("bit", [0, 12, 22])
-def test_one_wrong_bit_of_a_product_is_found(bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_bit_of_a_matmul_is_found(bit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_answer("cpu").state == OK
     real = torch.matmul
 
@@ -190,7 +190,7 @@ def test_what_a_gpu_does_not_count_is_left_out() -> None:
     assert states(NvmlProbe(quiet, "gpu")) == {"faults": OK}
 
 
-def test_only_a_gpu_has_a_driver_to_ask() -> None:
+def test_only_a_gpu_has_a_driver() -> None:
     assert NvmlProbe.of(torch.device("cpu")) is None
 
 
@@ -364,7 +364,7 @@ def nodes_blamed(folder: str, absent: int) -> list[str]:
 
 
 @pytest.mark.distributed
-def test_a_rank_that_does_not_know_who_is_late_blames_no_node(tmp_path: Path) -> None:
+def test_a_rank_without_a_late_rank_blames_no_node(tmp_path: Path) -> None:
     assert run_on_ranks(3, nodes_blamed, str(tmp_path), 1) == [["n1"], [], []]
 
 
@@ -405,7 +405,7 @@ def journal(folder: Path, *events: tuple[str, dict[str, Any]]) -> Path:
     return path
 
 
-def test_the_nodes_of_the_last_life_that_are_known_to_be_broken(tmp_path: Path) -> None:
+def test_the_broken_nodes_of_the_last_attempt(tmp_path: Path) -> None:
     path = journal(
         tmp_path,
         ("start", {}),
@@ -435,7 +435,7 @@ def test_the_nodes_of_the_last_life_that_are_known_to_be_broken(tmp_path: Path) 
         (["n1"], "", "job", None, "missing"),
     ],
 )
-def test_names_that_are_none_are_refused(
+def test_invalid_names_are_rejected(
     nodes: list[str], job: str, key: str, value: Any, code: str
 ) -> None:
     with rejects(key, value, code):

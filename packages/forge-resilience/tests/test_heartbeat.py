@@ -66,7 +66,7 @@ def test_what_a_rank_enters_is_what_a_watcher_reads(tmp_path):
         heartbeat.enter("x" * 40)
 
 
-def test_ranks_are_read_by_number_and_other_files_are_left_alone(tmp_path):
+def test_ranks_are_read_by_number_and_other_files_are_ignored(tmp_path):
     for number in (10, 2):
         Heartbeat(tmp_path, number)
     (tmp_path / "rank-00004.stacks").write_bytes(b"")
@@ -159,7 +159,7 @@ subprocess.run([sys.executable, "-c", head], check=True)
     assert (beat.pid, beat.phase, beat.step, beat.background) == (parent.pid, "step", 5, "")
 
 
-def test_a_later_life_replaces_the_file(tmp_path):
+def test_a_later_attempt_replaces_the_file(tmp_path):
     earlier = Heartbeat(tmp_path, 1)
     earlier.enter("step", 90)
     later = Heartbeat(tmp_path, 1)
@@ -181,7 +181,7 @@ def test_the_rank_is_that_of_the_launcher(tmp_path, monkeypatch, environ, number
 
 
 @pytest.mark.lane("quick")
-def test_without_a_folder_or_a_place_for_it_the_run_goes_on(tmp_path):
+def test_without_a_folder_or_space_for_it_the_run_goes_on(tmp_path):
     alone = rank(tmp_path, "heartbeat.enter('step', 1)", FORGE_HEARTBEAT_DIR="")
     assert alone.communicate(timeout=60) == ("", "")
     (tmp_path / "file").touch()

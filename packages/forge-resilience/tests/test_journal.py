@@ -31,7 +31,7 @@ def test_an_event_has_time_process_and_fields(tmp_path: Path) -> None:
     assert datetime.fromisoformat(event["time"]).utcoffset() == timedelta(0)
 
 
-def test_a_torn_line_costs_itself_alone(tmp_path: Path) -> None:
+def test_a_torn_line_costs_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     Journal(path).record("start")
     with path.open("a") as file:
@@ -122,7 +122,7 @@ def test_a_value_that_contains_itself_is_no_reason_to_stop(
     assert [e["event"] for e in read_events(journal.path)] == ["next"]
 
 
-def test_F112_fields_cannot_replace_who_and_when_and_are_kept(tmp_path: Path) -> None:
+def test_F112_fields_cannot_replace_rank_and_time_and_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     Journal(path).record("stop", pid=-1, time="never", event="own", self=1)
     (event,) = read_events(path)

@@ -133,7 +133,7 @@ def test_a_worker_that_ignores_TERM_is_killed_in_time(tmp_path, capfd):
     assert gone(wait_for(tmp_path / "deaf0"))
 
 
-def test_what_a_worker_is_told(tmp_path, monkeypatch):
+def test_the_environment_of_a_worker(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     names = [
         "RANK",
@@ -182,7 +182,7 @@ assert "FORGE_STORE_FD" in os.environ
 
 
 @pytest.mark.lane("test")
-def test_refusals(tmp_path):
+def test_invalid_arguments_are_rejected(tmp_path):
     with rejects("nproc", 0, "range"):
         run_local_workers(["true"], 0)
     with pytest.raises(FileNotFoundError, match=str(tmp_path / "nothing")):
@@ -250,9 +250,7 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_F185_a_stop_signal_that_kills_a_rank_before_the_launcher_hears_of_it(
-    tmp_path, capfd, number
-):
+def test_F185_a_stop_signal_that_kills_a_rank_before_the_launcher_sees_it(tmp_path, capfd, number):
     """As one to the whole process group may; here the launcher gets it after the death."""
     body = (
         f"signal.signal({int(number)}, signal.SIG_DFL)\nready('up'); wait_for(f'up{{1 - rank}}')\n"

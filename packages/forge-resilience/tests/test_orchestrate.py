@@ -38,7 +38,7 @@ def test_every_broken_rule_is_named() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[], [0], [2, 2]])
-def test_sizes_that_cannot_be_are_refused(tmp_path: Path, sizes: list[int]) -> None:
+def test_sizes_that_cannot_be_are_rejected(tmp_path: Path, sizes: list[int]) -> None:
     with rejects("sizes", sizes, "range"):
         orchestrate(tmp_path / "job.sh", sizes, "name")
     with rejects("script", str(tmp_path / "job.sh"), "not_found"):
@@ -94,7 +94,7 @@ def test_the_queue_is_read_with_codes_and_signals(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_no_answer_is_not_a_refusal(tmp_path: Path) -> None:
+def test_no_answer_is_not_a_rejection(tmp_path: Path) -> None:
     """Of a controller that is down nothing is known; one that is there may refuse a script, never a question."""
     queue = _clients(tmp_path)
     for ask in (lambda: queue.jobs("run"), lambda: queue.seconds_to_start(tmp_path, 2)):
@@ -109,7 +109,7 @@ def test_no_answer_is_not_a_refusal(tmp_path: Path) -> None:
     queue.cancel(7)  # it has ended meanwhile
 
 
-def test_without_slurm_it_leaves_with_the_code_of_a_refusal(tmp_path: Path) -> None:
+def test_without_slurm_it_ends_with_the_code_of_a_rejected_job(tmp_path: Path) -> None:
     (tmp_path / "job.sh").touch()
     done = subprocess.run(
         [sys.executable, "-m", "forge_resilience.slurm", tmp_path / "job.sh", "--sizes", "2,1", "--name", "run"],
@@ -159,7 +159,7 @@ def test_F197_nodes_that_were_taken_meanwhile_have_not_been_free(
     assert told == [0, 0, 0, 0, 7]
 
 
-def test_F191_a_job_that_did_not_leave_is_told_again(
+def test_F191_a_job_that_did_not_leave_is_signaled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OrchestratorConfig(grow_after_seconds=10)

@@ -75,7 +75,7 @@ def test_F36_a_single_bad_step_ends_a_run_that_skips_none() -> None:
     assert (outcome.action, outcome.first, outcome.last) == ("stop", 3, 3)
 
 
-def test_going_back_answers_the_whole_run_of_bad_steps() -> None:
+def test_going_back_answers_all_consecutive_bad_steps() -> None:
     policy = NumericsPolicy(NonfiniteConfig("rollback", 1))
     (outcome,) = run(policy, [1, 1, NAN, NAN, NAN, 1, 1, NAN], 8)
     assert (outcome.action, outcome.first, outcome.last) == ("rollback", 3, 5)
@@ -127,9 +127,7 @@ def test_spikes_are_those_of_a_list_of_the_last_good_steps(of: Any) -> None:
     assert wanted.count(2) >= 2
 
 
-def test_nothing_is_judged_before_the_window_is_full_and_a_lasting_rise_is_no_spike_for_long() -> (
-    None
-):
+def test_no_verdict_before_the_window_is_full_and_a_lasting_rise_is_no_spike_for_long() -> None:
     policy = NumericsPolicy(spike=SpikeConfig("skip", 6.0, 32))
     found = judge(policy, [*noise(31)[:30], 50.0, *noise(32), *[x + 5 for x in noise(60, 1)]])
     assert sum(found[:63]) == 0
@@ -140,7 +138,7 @@ def test_nothing_is_judged_before_the_window_is_full_and_a_lasting_rise_is_no_sp
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.0])
-def test_behind_equal_values_a_rise_is_no_spike_for_ever(value: float) -> None:
+def test_after_equal_values_a_rise_is_no_spike_for_ever(value: float) -> None:
     policy = NumericsPolicy(spike=SpikeConfig("skip", 6.0, 32))
     assert not any(judge(policy, [value] * 32 + [value + 1] * 400)[-200:])
 
@@ -159,7 +157,7 @@ def test_a_spike_has_its_action_at_once(action: Any) -> None:
 
 
 @pytest.mark.parametrize("cut", [10, 25, 40, 41, 42])
-def test_a_resumed_policy_judges_as_one_that_never_stopped(cut: int) -> None:
+def test_a_resumed_policy_decides_as_one_that_never_stopped(cut: int) -> None:
     def make() -> NumericsPolicy:
         return NumericsPolicy(NonfiniteConfig("rollback", 2), SpikeConfig("skip", 4.0, 24))
 
@@ -210,7 +208,7 @@ def test_each_rollback_lowers_the_rate() -> None:
         {"rollbacks": 0, "in_a_row": 0, "bad_since": 0, "window": [[NAN], [1.0]]},
     ],
 )
-def test_a_state_that_no_policy_saved_is_refused(wrong: Any) -> None:
+def test_a_state_that_no_policy_saved_is_rejected(wrong: Any) -> None:
     windows = isinstance(wrong, dict) and "window" in wrong
     problem = ("policy.window", wrong["window"]) if windows else ("policy", wrong)
     with rejects(*problem, "damaged"):
@@ -230,7 +228,7 @@ def test_a_state_that_no_policy_saved_is_refused(wrong: Any) -> None:
         (RollbackConfig, "lr_factor", 2.0, "range"),
     ],
 )
-def test_values_out_of_range_are_refused(kind: Any, key: str, value: float, code: str) -> None:
+def test_values_out_of_range_are_rejected(kind: Any, key: str, value: float, code: str) -> None:
     with rejects(key, value, code):
         kind(**{key: value})
 

@@ -27,7 +27,7 @@ def test_a_checkpoint_without_device_seconds_counts_the_ranks_of_now() -> None:
         progress.load_checks(endless)
 
 
-def test_a_checkpoint_without_verdicts_undoes_those_behind_it() -> None:
+def test_a_checkpoint_without_verdicts_undoes_later_ones() -> None:
     """Version 0.1 saved none; what was judged since is of steps that a rollback undid."""
     policy = NumericsPolicy(
         NonfiniteConfig("rollback", max_in_a_row=1), SpikeConfig("skip", window=2)

@@ -73,7 +73,7 @@ def flip(tensor: Tensor, bit: int, element: int = 0) -> None:
     data[bit // 8] ^= 1 << bit % 8
 
 
-def test_each_bit_and_each_exchange_of_places_shows() -> None:
+def test_each_bit_and_each_exchange_of_elements_is_found() -> None:
     """Also signs of two elements, which cancel in a weighted sum."""
     tensor = torch.randn(6, generator=torch.Generator().manual_seed(0))
     seen = {checksums([tensor]).item()}
@@ -179,7 +179,7 @@ def test_copies_under_hsdp_are_those_of_one_shard() -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_shard_has_no_copy_and_shows_by_its_memory_alone() -> None:
+def test_a_shard_has_no_replica_and_differs_only_in_memory() -> None:
     said = run_on_ranks(2, disturb, (2,), "down.weight", 1, 0)
     assert [wrong for wrong, _ in said] == [[Mismatch("down.weight", "memory", (1,), (1,))]] * 2
 

@@ -25,7 +25,7 @@ _ELEMENTS: dict[str, Any] = {
 @pytest.mark.parametrize("on_stop", ["requeue", "resubmit", "leave"])
 @pytest.mark.parametrize("options", [{}, _ALL, _ELEMENTS], ids=["plain", "all", "array"])
 @pytest.mark.parametrize("checkpoints", [None, "checkpoints/step-*/manifest.json"])
-def test_no_script_gives_shellcheck_anything_to_say(
+def test_every_script_passes_shellcheck(
     tmp_path: Path, options: dict[str, Any], on_stop: Any, checkpoints: str | None
 ) -> None:
     facts = JobFacts(

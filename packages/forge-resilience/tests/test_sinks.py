@@ -36,7 +36,7 @@ def test_rows_wait_for_a_disk_that_is_full_with_one_warning(
     assert capfd.readouterr().err.count(f"{path}: ") == 1
 
 
-def test_rows_without_a_schema_are_read_and_those_of_a_later_one_are_told(
+def test_rows_without_a_schema_are_read_and_those_of_a_later_one_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -83,7 +83,7 @@ def test_F108_a_foreign_line_costs_itself_and_one_warning(
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_the_file_of_an_id_is_named_where_its_run_is_gone_and_made_anew_where_it_is_empty(
+def test_the_file_of_an_id_is_named_where_its_run_is_gone_and_made_again_where_it_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mlflow")

@@ -248,7 +248,7 @@ def test_ranks_without_a_handler_yet_are_requeued_after_a_signal(site: Site) -> 
     assert site.calls("scontrol") == ["requeue 7"]
 
 
-def test_two_lives_in_a_row_without_a_checkpoint_end_the_job(site: Site) -> None:
+def test_two_attempts_in_a_row_without_a_checkpoint_end_the_job(site: Site) -> None:
     site.write("exit 75")
     assert site.life()[0] == 75
     assert site.life(f"{_SAVE}; exit 75")[0] == 75, "a checkpoint counts anew"
@@ -260,14 +260,14 @@ def test_two_lives_in_a_row_without_a_checkpoint_end_the_job(site: Site) -> None
     assert len(site.calls("scontrol")) == 3
 
 
-def test_lives_that_a_node_failure_ended_count_too(site: Site) -> None:
+def test_attempts_that_a_node_failure_ended_count_too(site: Site) -> None:
     """Slurm requeues those itself: the next life finds out."""
     site.write("kill -KILL $(ps -o ppid= $PPID); exit 1")
     assert [site.life()[0] for _ in range(3)] == [-9, -9, 70]
 
 
 @pytest.mark.lane("quick")
-def test_lives_that_lost_a_node_are_no_lack_of_progress(site: Site) -> None:
+def test_attempts_that_lost_a_node_are_no_lack_of_progress(site: Site) -> None:
     """Slurm starts a job on a dead node again and again until it has noticed, after SlurmdTimeout."""
     site.write("exit 1")
     assert [site.life(LOST="1")[0] for _ in range(4)] == [75] * 4
@@ -342,7 +342,7 @@ def test_71_ends_the_job_where_no_node_is_known_to_be_broken(site: Site, text: s
     assert site.calls("scontrol") == []
 
 
-def test_an_element_of_an_array_requeues_itself_alone(site: Site) -> None:
+def test_an_element_of_an_array_requeues_only_itself(site: Site) -> None:
     """Its own job id is that of the whole array when it is the last one."""
     element = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
     site.write(
@@ -357,7 +357,7 @@ def test_an_element_of_an_array_requeues_itself_alone(site: Site) -> None:
     )
 
 
-def test_words_reach_the_ranks_as_they_are_and_variables_where_it_says_so(site: Site) -> None:
+def test_arguments_reach_the_ranks_unchanged_except_marked_variables(site: Site) -> None:
     words = ["a b", 'quo"te', "it's", "$HOME", "`id`", "back\\slash", "*", "", "--x=1 2"]
     show = site.executable(
         "show.py", f"#!{sys.executable}\nimport os, sys\nprint([sys.argv[1:], os.environ['SEEN']])"
@@ -453,7 +453,7 @@ def test_at_a_terminal_it_is_salloc_with_the_same_options(site: Site) -> None:
     assert (done.returncode, done.stdout) == (0, "a b\n"), done.stderr
 
 
-def test_a_rank_that_was_killed_behind_the_others_does_not_hide_their_code(site: Site) -> None:
+def test_a_rank_that_was_killed_after_the_others_does_not_hide_their_code(site: Site) -> None:
     """srun returns the highest code: 143 of a rank that it ended because another had left with 75."""
     for code, state in ((75, 75), (78, 78)):
         left = f"srun: error: n2: tasks 1,3-4: Exited with exit code {code}"  # prose: srun's words
@@ -491,7 +491,7 @@ def test_a_cancelled_job_stays_cancelled(
     assert len(site.calls("scontrol") + site.calls("sbatch")) == goes_on
 
 
-def test_a_controller_that_restarts_is_waited_for_and_one_that_refuses_is_named(site: Site) -> None:
+def test_a_controller_that_restarts_is_waited_for_and_one_that_rejects_is_named(site: Site) -> None:
     site.write(f"{_SAVE}; exit 75")
     site.executable("bin/sleep", "#!/bin/bash\ntouch later\n")
     site.executable(
@@ -532,7 +532,9 @@ def test_a_controller_that_restarts_is_waited_for_and_one_that_refuses_is_named(
         ({"array_run_dirs": True}, "array_run_dirs", True, "requires"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], key: str, value: Any, code: str) -> None:
+def test_invalid_arguments_are_rejected(
+    options: dict[str, Any], key: str, value: Any, code: str
+) -> None:
     with rejects(key, value, code):
         SlurmConfig(**options)
 
@@ -543,7 +545,7 @@ def test_F195_an_option_for_gpus_has_no_other_braces(more: str) -> None:
         SlurmConfig(gpus_option=f"--x={{gpus}}{more}")
 
 
-def test_a_place_that_no_node_could_find_is_refused() -> None:
+def test_a_path_that_no_node_could_find_is_rejected() -> None:
     wrong = {"run_dir": "runs/a", "script": "/a\nb", "save_limit_seconds": 1e6}
     with rejects("run_dir", "runs/a", "path") as caught:
         JobFacts(**wrong, working_dir="/w", checkpoints="/step-*")
@@ -555,7 +557,7 @@ def test_a_place_that_no_node_could_find_is_refused() -> None:
         assert_problem(caught.value, *problem)
 
 
-def test_a_limit_that_leaves_no_time_and_an_array_at_a_terminal_are_refused(site: Site) -> None:
+def test_a_limit_that_leaves_no_time_and_an_array_at_a_terminal_are_rejected(site: Site) -> None:
     with rejects("time_limit", "1:30", "lead"):
         batch_script(SlurmConfig(time_limit="1:30"), ["true"], site.facts)
     with rejects("array", "1-2%1", "unsupported"):
@@ -582,7 +584,7 @@ def test_F175_gpus_of_the_job_in_which_this_one_was_submitted_are_not_its(site: 
     assert "GPUs: ....4.closest." in site.life(**outer)[1]
 
 
-def test_a_site_that_is_not_there_or_holds_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_site_that_is_not_there_or_holds_something_else_is_rejected(tmp_path: Path) -> None:
     with rejects("--site", "./none.toml", "not_found"):
         find_site("./none.toml", environ={})
     with rejects("FORGE_SITE", "./none.toml", "not_found"):
@@ -661,7 +663,7 @@ def test_a_small_job_orchestrates_in_the_surroundings_of_the_job() -> None:
     assert (flags["--sizes"], flags["--max-restarts"], flags["--wait-seconds"]) == ("4,2", "3", "7")
 
 
-def test_F175_a_job_without_gpus_is_told_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_F175_a_job_without_gpus_lists_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     for config, count in (
         (SlurmConfig(nodes="2-3"), 1),

@@ -85,7 +85,7 @@ def test_a_closed_stderr_and_a_broken_pipe_do_not_matter() -> None:
     os.close(broken)
 
 
-def test_a_full_pipe_that_nobody_reads_does_not_block_the_stop() -> None:
+def test_a_full_pipe_without_a_reader_does_not_block_the_stop() -> None:
     reader, full = os.pipe()
     os.set_blocking(full, False)
     with contextlib.suppress(BlockingIOError):
@@ -148,7 +148,7 @@ def test_handlers_come_back_and_the_first_signal_is_named() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_off_the_main_thread_it_is_refused() -> None:
+def test_off_the_main_thread_it_is_rejected() -> None:
     seen: list[str] = []
 
     def enter() -> None:
@@ -173,7 +173,7 @@ def test_a_signal_that_cannot_be_caught_leaves_nothing_installed() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_entering_it_while_open_is_refused() -> None:
+def test_entering_it_while_open_is_rejected() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignal() as stop, pytest.raises(RuntimeError, match=r"^StopSignal\b"):
         stop.__enter__()

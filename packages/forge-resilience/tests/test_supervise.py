@@ -162,7 +162,7 @@ def test_F66_a_hang_is_named_within_its_limit_and_the_run_goes_on(tmp_path, kind
 
 
 @pytest.mark.slow
-def test_a_late_rank_is_reported_and_left_alone(tmp_path):
+def test_a_late_rank_is_reported_and_not_killed(tmp_path):
     body = "def compute(number):\n    if (number, rank) == (5, 1): time.sleep(4)"
     ran = run(tmp_path, body, *SOON, "--action=report")
     assert ran.code == 0, ran.said
@@ -174,7 +174,7 @@ def test_a_late_rank_is_reported_and_left_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_program_without_heartbeats_runs_as_long_as_it_likes(tmp_path):
+def test_a_program_without_heartbeats_has_no_limit(tmp_path):
     body = "import subprocess\nsubprocess.run([sys.executable, '-c', 'import time; time.sleep(2)'])\nsys.exit(0)"
     quiet = body.replace(
         "import subprocess", "(here / 'beats/rank-00000').unlink(); import subprocess"
@@ -197,7 +197,7 @@ def test_stacks_of_a_program_that_registers_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_ended_well_is_named_beside_those_that_wait_for_it(tmp_path):
+def test_a_rank_that_ended_well_is_named_with_those_that_wait_for_it(tmp_path):
     body = "def compute(number):\n    if (life, number, rank) == (0, 5, 1): sys.exit(0)"
     ran = run(tmp_path, body, *SOON)
     assert ran.code == 0, ran.said
@@ -269,7 +269,7 @@ def test_closed_streams_do_not_change_the_code(closed):
 
 
 @pytest.mark.slow
-def test_two_lives_without_progress_end_the_job(tmp_path):
+def test_two_attempts_without_progress_end_the_job(tmp_path):
     body = "def compute(number):\n    if number == 4: sys.exit(1)"
     ran = run(tmp_path, body, nproc=1)
     assert ran.code == 70
@@ -316,7 +316,7 @@ def test_a_newer_save_is_progress(tmp_path):
     [{"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x"},
      {"SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}],
 )  # fmt: skip
-def test_a_rank_of_another_launcher_is_not_started_again_alone(tmp_path, monkeypatch, environ):
+def test_a_single_rank_of_another_launcher_is_not_restarted(tmp_path, monkeypatch, environ):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     body = "world = 1\ndef compute(number):\n    if number == 5: time.sleep(600)"
@@ -362,7 +362,7 @@ def test_a_hang_after_a_stop_ends_with_75(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stop_between_two_lives(tmp_path):
+def test_a_stop_between_two_attempts(tmp_path):
     """Ranks have crashed, and what they left takes its time to end."""
     body = (
         "def compute(number):\n    if number == 3:\n        pid = os.fork()\n        if pid == 0:\n"
@@ -555,7 +555,7 @@ def test_the_function(tmp_path):
         (["--", "no-such-program"], "No such file or directory: 'no-such-program'"),
     ],
 )
-def test_refusals(args, said):
+def test_invalid_arguments_are_rejected(args, said):
     done = subprocess.run(
         [sys.executable, "-m", "forge_resilience.supervise", *args], capture_output=True, text=True, timeout=60
     )  # fmt: skip

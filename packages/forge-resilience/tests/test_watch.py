@@ -58,7 +58,7 @@ def test_each_phase_has_its_limit(phase, limit):
     assert limit < at <= limit + 1
 
 
-def test_the_first_step_of_a_life_may_take_long():
+def test_the_first_step_of_an_attempt_may_take_long():
     clock = Clock()
     watch = Watch(CONFIG, clock=clock)
     assert looks(watch, clock, 99, [beat(2, "data", steps=0)])[0] is None
@@ -124,7 +124,7 @@ def test_work_in_the_background_has_a_limit_of_its_own():
         assert looks(watch, clock, 1, [beat(entry, "step", entry, **more)])[0] is None
 
 
-def test_no_limit_and_refused_ones():
+def test_no_limit_and_invalid_limits():
     unlimited = WatchConfig("restart", step_seconds=0, limits={"save": 0})
     assert unlimited.limit("step") == unlimited.limit("save") == float("inf")
     assert unlimited.limit("step", first_step=True) == 3600
@@ -169,7 +169,7 @@ def test_ranks_are_started_again_in_place_only_if_all_of_them_are_here(
     assert find_node_slot(nproc, environ).has_all_ranks is has_all_ranks
 
 
-def test_places_that_are_refused():
+def test_invalid_paths_are_rejected():
     with rejects("nproc", 2, "in_rank"):
         find_node_slot(2, {"RANK": "1", "WORLD_SIZE": "4"})
     with rejects("nproc", 2, "step_tasks"):

@@ -3,6 +3,9 @@
 import json
 
 import pytest
+import torch
+
+from forge_vlm import VLM
 
 
 def saved(model, folder):
@@ -23,6 +26,35 @@ def renamed(rows, tensors, layers, back=False):
             pair = (hf.replace("{i}", str(layer)), ours.replace("{i}", str(layer)))
             names[pair[back]] = pair[not back]
     return {names[name]: value for name, value in tensors.items()}
+
+
+def ours_of(theirs, folder, family):
+    """The model of Forge with the weights of a model of transformers, saved to `folder`."""
+    hf, tensors = saved(theirs, folder)
+    config = family.config_from_hf(hf)
+    model = VLM(config)
+    model.load_state_dict(renamed(family.rows_of(config), tensors, config.num_layers))
+    return model
+
+
+def labels_of(tokens, image):
+    """(labels of Forge, which are shifted; labels of transformers); image tokens have none."""
+    given = torch.where(tokens == image, -100, tokens)
+    labels = torch.full_like(tokens, -100)
+    labels[:, :-1] = given[:, 1:]
+    return labels, given
+
+
+def train_both(ours, theirs, losses, steps=20):
+    """Train both with AdamW; the two losses that `losses()` computes are equal in each step."""
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (ours, theirs)]
+    for _ in range(steps):
+        found, wanted = losses()
+        assert abs(float(found.detach() - wanted.detach())) < 1e-5 * float(wanted.detach())
+        for loss, optimizer in zip((found, wanted), optimizers):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def distance(a, b):

@@ -10,6 +10,7 @@ from forge_vlm.adapters import (
     AdapterConfig,
     AttentionalPoolConfig,
     AveragePoolConfig,
+    MLPConfig,
     PixelShuffleConfig,
     ResamplerConfig,
     build_adapter,
@@ -152,7 +153,7 @@ def test_values_and_gradients_are_those_of_loops(name):
         (AdapterConfig("resampler", resampler=ResamplerConfig(num_heads=4)), 64),
     ],
 )
-def test_each_says_how_many_tokens_it_makes(config, count):
+def test_each_reports_how_many_tokens_it_makes(config, count):
     adapter = build_adapter(config, WIDTH, DIM)
     out = adapter(Features(torch.randn(1, ROWS * COLUMNS, WIDTH), ROWS, COLUMNS))
     assert out.shape == (1, adapter.tokens(ROWS, COLUMNS), DIM) == (1, count, DIM)
@@ -168,7 +169,7 @@ def test_the_encoder_may_have_the_width_of_the_stream():
 @pytest.mark.parametrize(
     "name", ["pixel_shuffle", "pixel_shuffle_mlp", "average_pool", "attentional_pool"]
 )
-def test_windows_that_do_not_fit_are_refused(name):
+def test_windows_that_do_not_fit_are_rejected(name):
     adapter = build_adapter(AdapterConfig(name), WIDTH, DIM)
     for rows, columns in ((3, 4), (0, 0)):
         with rejects(f"adapter.{name}.factor", 2):
@@ -185,6 +186,7 @@ def test_windows_that_do_not_fit_are_refused(name):
         ),
         (lambda: AdapterConfig("mlp", options={"a": 1}), "options", ..., "foreign"),
         (lambda: ResamplerConfig(num_latents=0), "num_latents", 0, "size"),
+        (lambda: MLPConfig(hidden_dim=0), "hidden_dim", 0, "size"),
         (lambda: AttentionalPoolConfig(factor=0), "factor", 0, "size"),
         (
             lambda: build_adapter(AdapterConfig("none"), WIDTH, DIM),
@@ -200,6 +202,6 @@ def test_windows_that_do_not_fit_are_refused(name):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, key, value, code):
+def test_impossible_arguments_are_rejected(make, key, value, code):
     with rejects(key, value, code):
         make()

@@ -12,7 +12,7 @@ from forge_vlm.answers import is_match, question_problems
 pytestmark = pytest.mark.lane("test")
 
 
-def test_two_answers_are_the_same_after_normalising() -> None:
+def test_two_answers_are_the_same_after_normalizing() -> None:
     pairs = [("red", "red"), (" red\n", "red"), ("The  Red.", "the red"), ("blue", "red")]
     found = {n: [is_match(a, b, n) for a, b in pairs] for n in ("none", "strip", "words")}
     assert found["none"] == [True, False, False, False]

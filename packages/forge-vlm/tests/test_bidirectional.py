@@ -72,7 +72,7 @@ def reaches(model, tokens, images, spans):
 
 
 @pytest.mark.parametrize("name", ["image", "clip", "document", "prefix_lm"])
-def test_one_layer_sees_what_the_plan_says(name):
+def test_one_layer_attends_to_what_the_plan_allows(name):
     model, (tokens, images) = build(name, num_layers=1), rows()
     own = plan(tokens, [[0], [0, 0]])
     found = reaches(model, tokens, images, own.spans(name, labels(tokens)))
@@ -80,7 +80,7 @@ def test_one_layer_sees_what_the_plan_says(name):
 
 
 @pytest.mark.parametrize("name", ["image", "document"])
-def test_tokens_and_images_tell_what_sees_ahead(name):
+def test_tokens_and_images_mark_bidirectional_spans(name):
     model, (tokens, images) = build(name), rows()
     wanted = model(tokens, images=images, **{model.config.span_input: plan(tokens).spans(name)})
     assert torch.equal(model(tokens, images=images), wanted)
@@ -106,7 +106,7 @@ def test_without_images_the_logits_are_those_of_the_text_model():
     ],
     ids=str,
 )
-def test_generation_equals_a_whole_forward(name, options):
+def test_generation_equals_a_full_forward(name, options):
     """Uneven rows, padded at the left: a prefill that sees ahead, then causal steps."""
     model, (tokens, images) = build(name, **options), rows()
     with torch.no_grad():  # no new token is a placeholder: the first of equal ones is taken
@@ -129,7 +129,7 @@ def test_generation_equals_a_whole_forward(name, options):
             whole = torch.cat([whole, new[row, step : step + 1]])
 
 
-def test_what_cannot_see_ahead_is_refused():
+def test_models_that_cannot_be_bidirectional_are_rejected():
     model, (tokens, images) = build("prefix_lm"), rows()
     with rejects("prefix_ids", ..., "missing"):
         model(tokens, images=images)
@@ -162,7 +162,7 @@ def test_what_cannot_see_ahead_is_refused():
         ({"attention": AttentionSpec(mask="mine:mask")}, "excludes"),
     ],
 )
-def test_a_configuration_that_cannot_be_is_refused(options, code):
+def test_a_configuration_that_cannot_be_is_rejected(options, code):
     given = {"modalities": {"image": ModalityConfig(IMAGE)}, "bidirectional": "image", **options}
     with rejects("bidirectional", given["bidirectional"], code):
         VLMConfig(**{**SIZES, **given})

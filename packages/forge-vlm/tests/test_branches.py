@@ -185,7 +185,7 @@ def test_the_encoder_runs_once_for_all_answers():
     assert seen[1:] == [1, 1, 1]
 
 
-def test_a_tree_of_text_alone():
+def test_a_tree_of_only_text():
     model, tree = build(), Tree(4)
     tree.trunk = [t if t != IMAGE else 7 for t in tree.trunk]
     tree.row = [t if t != IMAGE else 7 for t in tree.row]
@@ -217,7 +217,7 @@ def test_positions_of_branches_go_on_from_what_they_share():
     assert torch.equal(plan.branches(), tree.branch_ids)
 
 
-def test_what_branches_cannot_be_is_refused():
+def test_invalid_branches_are_rejected():
     tree = Tree(1)
     cross = build("cross_attention")
     tokens, ids = torch.tensor([[1, 2, 3, IMAGE]]), torch.tensor([[0, 0, 1, 1]])

@@ -135,7 +135,7 @@ def test_it_writes_image_tokens_where_transformers_cannot():
     assert not ((text >= FIRST) & (text < FIRST + NUMBER)).any()
 
 
-def test_what_it_cannot_hold_is_refused():
+def test_settings_that_it_cannot_hold_are_rejected():
     hf = theirs_of(False).config.to_dict()
     with rejects("vocabulary_map", ..., where="chameleon"):
         CHAMELEON.config_from_hf({**hf, "vocabulary_map": {"IMGIMGAZ": 3, "IMGIMGBZ": 9}})

@@ -173,7 +173,7 @@ def test_gates_begin_closed_and_take_the_first_step():
         assert float(model.layers[key].feed_forward_gate.grad) != 0.0
 
 
-def test_an_image_moves_the_tokens_that_come_behind_it_alone():
+def test_an_image_changes_only_later_tokens():
     model, (tokens, images) = opened(VLM(config()).eval()), rows()
     other = images.clone()
     other[1] = images[1].flip(-1)  # the first of two side by side in the first row
@@ -182,7 +182,7 @@ def test_an_image_moves_the_tokens_that_come_behind_it_alone():
     assert not moved[1].any()
 
 
-def test_the_stream_is_text_alone():
+def test_the_stream_is_only_text():
     """The token of an image has its embedding, whatever the image."""
     model, (tokens, images) = opened(VLM(config())), rows()
     given = []
@@ -191,7 +191,7 @@ def test_the_stream_is_text_alone():
     assert torch.equal(given[0], model.embedding(tokens))
 
 
-def test_each_row_alone_gives_what_the_batch_gives():
+def test_each_sequence_gives_what_it_gives_in_a_batch():
     model, (tokens, images) = opened(VLM(config()).eval()), rows()
     both = model(tokens, images=ragged(images, 3, 1))
     for row, own in ((0, images[:3]), (1, images[3:])):
@@ -234,7 +234,7 @@ def test_a_row_without_images_is_the_text_models_and_gradients_are_exact():
     assert all(float(p.grad.abs().max()) == 0.0 for p in inside)
 
 
-def test_generation_encodes_once_and_equals_a_whole_forward():
+def test_generation_encodes_once_and_equals_a_full_forward():
     model, (tokens, images) = opened(VLM(config()).eval()), rows()
     with torch.no_grad():  # no new token is that of an image
         model.lm_head.weight[IMAGE] = -10 * model.lm_head.weight.mean(0)
@@ -258,7 +258,7 @@ def count(module, calls, name):
     module.register_forward_hook(lambda *a: calls.update({name: calls[name] + 1}))
 
 
-def test_a_new_document_behind_cached_tokens_sees_no_image_of_the_old_one():
+def test_a_new_document_after_cached_tokens_sees_no_image_of_the_old_one():
     model, (tokens, images) = opened(VLM(config()).eval()), rows()
     cache = model.new_cache(16)
     ids = torch.zeros(1, 9, dtype=torch.int64)
@@ -290,7 +290,7 @@ def test_operations_of_a_token_are_those_of_the_text_queries_and_feed_forward():
         ({"layers": (8, 3)}, (3, 8)),
     ],
 )
-def test_where_blocks_stand(options, where):
+def test_positions_of_blocks(options, where):
     assert CrossAttentionConfig(**options).before(12) == where
 
 
@@ -305,7 +305,7 @@ def test_where_blocks_stand(options, where):
         ("qk_norm", 1, "type"),
     ],
 )
-def test_blocks_that_cannot_stand_are_refused(key, value, code):
+def test_impossible_positions_of_blocks_are_rejected(key, value, code):
     table = "fusion.cross_attention." if code == "range" else ""
     with rejects(f"{table}{key}", value, code):
         options = CrossAttentionConfig(**{key: value})
@@ -327,17 +327,17 @@ def test_blocks_that_cannot_stand_are_refused(key, value, code):
         ({"input_only_ids": 2, "tie_embeddings": True}, "input_only_ids", 2, "excludes"),
     ],
 )
-def test_what_cannot_be_is_refused(options, key, value, code):
+def test_impossible_arguments_are_rejected(options, key, value, code):
     with rejects(key, value, code):
         config(**options)
 
 
-def test_keys_of_another_fusion_are_refused():
+def test_keys_of_another_fusion_are_rejected():
     with rejects("cross_attention.sees", "all", "foreign"):
         FusionConfig("joint_decoder", cross_attention=CrossAttentionConfig(sees="all"))
 
 
-def test_media_that_do_not_fit_are_refused():
+def test_media_that_do_not_fit_are_rejected():
     model, (tokens, images) = VLM(config()).eval(), rows()
     with rejects("images", 3, "number"):
         model(tokens, images=images[:3])

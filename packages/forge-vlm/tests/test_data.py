@@ -56,7 +56,7 @@ def pixels_of(arrays, row):
 
 
 @pytest.mark.parametrize("name", CAPTIONS)
-def test_every_format_gives_each_answer_with_its_picture(name, tmp_path):
+def test_every_format_gives_each_answer_with_its_image(name, tmp_path):
     path = CAPTIONS[name](tmp_path / "d")
     talks = VisionChatSource(path, format=name.split()[0], template="plain", pack=False, **OPTIONS)
     stream = talks.stream(seq_len=16, seed=3)
@@ -89,7 +89,7 @@ def test_F219_rows_are_those_of_their_epoch_while_another_thread_reads_another_e
     assert [int(stream.samples_of(i)[0]) for i in range(4)] == epochs[0] != epochs[1]
 
 
-def test_F74_answers_and_their_ends_are_learnt_and_nothing_else(tmp_path):
+def test_F74_only_answers_and_their_ends_are_trained(tmp_path):
     """Position t has the token behind it as its target."""
     talks = VisionChatSource(chat(tmp_path), **OPTIONS)
     sample = talks.sample(0)
@@ -146,7 +146,7 @@ def rows(talks, seq_len, seed=0, count=None):
     return stream.arrays(np.arange(count or len(stream)))
 
 
-def test_packed_rows_hold_every_sample_once_and_whole(tmp_path):
+def test_packed_sequences_hold_every_sample_once_and_complete(tmp_path):
     talks = VisionChatSource(chat(tmp_path), **OPTIONS)
     arrays = rows(talks, 400)
     found = []
@@ -217,7 +217,7 @@ def test_packed_rows_equal_samples_apart(fusion, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "missing"])
-def test_F76_damaged_pictures(damage, tmp_path, capfd):
+def test_F76_damaged_images(damage, tmp_path, capfd):
     """Raise ends the run with the name; mask learns nothing from the sample; skip leaves out what it can see."""
     path = llava(tmp_path)
     bad = tmp_path / "p/green.png"
@@ -315,7 +315,7 @@ def test_files_of_another_format_are_named(format, name, content, key, code, tmp
         VisionChatSource(path, format=format, **OPTIONS)
 
 
-def test_options_that_cannot_be_are_refused(tmp_path):
+def test_options_that_cannot_be_are_rejected(tmp_path):
     path = chat(tmp_path)
     none = str(tmp_path / "none.json")
     for options, key, value, code in (
@@ -359,7 +359,7 @@ def test_options_that_cannot_be_are_refused(tmp_path):
         ({"path": "a"}, {"streamed": True}, "streamed", True, "unknown_key"),
     ],
 )
-def test_sources_that_cannot_be_are_refused(config, options, key, value, code):
+def test_sources_that_cannot_be_are_rejected(config, options, key, value, code):
     with rejects(key, value, code):
         open_source(SimpleNamespace(**config), **options)
 

@@ -104,7 +104,7 @@ def test_sets_of_other_columns(tmp_path):
         open_records("dataset", tmp_path / "set")
 
 
-def test_a_picture_of_another_size():
+def test_an_image_of_another_size():
     pictures = Prompts(resolution={"name": "tiles"}, tokens_per_tile=4).pictures
     layout = pictures.layout(png(9), "a.png")
     pictures.media(png(9), layout, "a.png")
@@ -123,7 +123,7 @@ def test_a_picture_of_another_size():
         ((ASKED,), (), "messages", ..., "empty"),
     ],
 )
-def test_records_that_ask_nothing(messages, branches, key, value, code):
+def test_records_without_a_question(messages, branches, key, value, code):
     prompts = Prompts(template="plain", **OPTIONS)
     with rejects(key, value, code, InvalidSample, where="here"):
         prompts(Record("here", messages, branches=branches))

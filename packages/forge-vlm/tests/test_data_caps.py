@@ -160,7 +160,7 @@ def test_a_set_saved_by_datasets_has_them(tmp_path):
         ({"min_pixels": 2, "max_pixels": 63}, "max_pixels", 63, "range"),
     ],
 )
-def test_bounds_that_no_picture_can_have_are_refused(tmp_path, caps, key, value, code, corrupt):
+def test_bounds_that_no_image_can_have_are_rejected(tmp_path, caps, key, value, code, corrupt):
     path = write(tmp_path, [(SIZES[0], {}), (SIZES[1], caps)])
     with rejects(key, value, code, InvalidSample, where="talks.jsonl, record 1, picture 0"):
         VisionChatSource(path, corrupt=corrupt, **OPTIONS)

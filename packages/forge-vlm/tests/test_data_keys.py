@@ -91,7 +91,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize("layout", BESIDE)
-def test_F134_images_beside_messages_are_read(layout, tmp_path):
+def test_F134_images_next_to_messages_are_read(layout, tmp_path):
     """LLaMA-Factory, ms-swift and TRL name them there; the text says where each stands."""
     record, wanted = BESIDE[layout]
     assert question(opened(tmp_path, record)) == wanted
@@ -113,7 +113,7 @@ def test_F134_images_beside_messages_are_read(layout, tmp_path):
         (turns("<image>what?", images=[RED, BLUE]), "conversations", 1, "number"),
     ],
 )
-def test_F134_images_without_a_place_are_refused(record, key, value, code, tmp_path):
+def test_F134_images_without_a_placeholder_are_rejected(record, key, value, code, tmp_path):
     if "videos" in record:
         pytest.importorskip("av")
     options = {"resolution": {"name": "aspect_tiles"}} if code == "unreadable" else {}
@@ -167,7 +167,7 @@ def test_F134_content_that_would_be_lost_is_named(layout, tmp_path):
             assert opened(tmp_path, record, ignore_keys=[name]).counted.unread == {key: 1}
 
 
-def test_F134_other_keys_are_counted_and_said(tmp_path):
+def test_F134_other_keys_are_counted_and_reported(tmp_path):
     """The line of a source has what a count by hand has."""
     source = VisionChatSource(llava(tmp_path), format="llava", **OPTIONS)
     values = json.loads((tmp_path / "llava.json").read_text())
@@ -276,12 +276,12 @@ def test_F135_a_document_gets_the_members_that_it_names(tmp_path):
         (talk("<image><image>", images=[0, 2]), "images", 2, "type"),
     ],
 )
-def test_F135_names_that_no_member_has_are_refused(value, key, found, code, tmp_path):
+def test_F135_names_that_no_member_has_are_rejected(value, key, found, code, tmp_path):
     with rejects(key, found, code, InvalidSample, where="a.tar"):
         from_tar(tmp_path, value)
 
 
-def test_F135_members_in_order_where_names_are_of_another_place(tmp_path):
+def test_F135_members_in_order_where_names_are_of_another_folder(tmp_path):
     value = turns("<image>what?<image>", image=["u/1.png", "u/2.png"])
     assert question(from_tar(tmp_path, value, ignore_keys=["image"])) == "[red]what?[blue]"
     path = tar_of(tmp_path / "one.tar", turns("<image>what?", image="u/1.png"), a="red")
@@ -289,7 +289,7 @@ def test_F135_members_in_order_where_names_are_of_another_place(tmp_path):
 
 
 @pytest.mark.parametrize("format", ["parquet", "dataset"])
-def test_F135_parts_of_tables_get_the_picture_that_they_name(format, tmp_path):
+def test_F135_chunks_of_tables_get_the_image_that_they_name(format, tmp_path):
     datasets = pytest.importorskip("datasets")
     images = [{"bytes": png(color), "path": f"{color}.png"} for color in ("red", "blue")]
     record = talk([named("blue.png"), named("red.png")])

@@ -21,7 +21,7 @@ def png(red):
     return file.getvalue()
 
 
-def test_pictures_of_a_tar_stand_in_the_order_of_their_numbers(tmp_path):
+def test_images_of_a_tar_are_in_the_order_of_their_numbers(tmp_path):
     members = {f"s.{i}.png": png(i) for i in range(12)}
     members["s.json"] = json.dumps({"texts": ["look", *[None] * 12]}).encode()
     with tarfile.open(tmp_path / "a.tar", "w") as tar:

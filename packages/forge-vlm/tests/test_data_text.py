@@ -97,7 +97,7 @@ CHATML = (
         ("plain", "<s><image>a red square</s>é yes</s>", "</s>"),
     ],
 )
-def test_ids_are_those_of_the_whole_text(template, text, end, made, tmp_path):
+def test_ids_are_those_of_the_full_text(template, text, end, made, tmp_path):
     """What a model's own processor gives: one text, encoded once, the mark repeated for each token of the picture."""
     tokenizer, path = made
     sample = talks(tmp_path, turns(), tokenizer=path, template=template, bos="<s>").sample(0)
@@ -129,7 +129,7 @@ def test_marks_in_text_are_text(template, mark, made, tmp_path):
     )
 
 
-def test_a_token_that_any_text_becomes_is_refused(tmp_path, made):
+def test_a_token_that_any_text_becomes_is_rejected(tmp_path, made):
     content = json.loads(Path(made[1]).read_text())
     for token in content["added_tokens"]:
         token["special"] = token["content"] != "<image>"
@@ -300,7 +300,7 @@ def test_F143_the_end_of_an_answer_is_that_of_the_tokenizer_and_special(made, tm
         assert talks(tmp_path, turns(), **options, eos="</s>").tokenizer["eos"] == "</s>"
 
 
-def test_a_message_of_weight_0_is_not_learnt(tmp_path):
+def test_a_message_of_weight_0_is_not_trained(tmp_path):
     messages = turns()
     messages[1]["weight"], messages[3]["weight"] = 0, 0.5
     source = talks(tmp_path, messages)
@@ -316,7 +316,7 @@ def test_a_message_of_weight_0_is_not_learnt(tmp_path):
         talks(tmp_path, messages)
 
 
-def test_F68_labels_that_copy_are_refused(tmp_path):
+def test_F68_labels_that_copy_are_rejected(tmp_path):
     """Unshifted labels are the tokens themselves."""
     tokens = np.arange(20)
     with rejects("labels", 20, "unshifted", InvalidSample):
@@ -343,7 +343,7 @@ def test_F169_answers_of_one_repeated_token_are_learned(tmp_path):
     assert len(Prepared(tmp_path / "out").lengths) == 1
 
 
-def test_documents_with_pictures_among_their_text(tmp_path):
+def test_documents_with_images_among_their_text(tmp_path):
     """Interleaved: all text is learnt, pictures stand where null does, whatever the template."""
     members = {
         "json": json.dumps({"texts": ["one ", None, "two", None, None, "three"]}).encode(),
@@ -422,12 +422,12 @@ def test_F133_samples_of_one_name_are_not_one(tmp_path):
         VisionChatSource(tmp_path / "a.tar", format="webdataset", **OPTIONS)
 
 
-def test_what_macos_writes_beside_files_is_left_out(tmp_path):
+def test_side_files_of_macos_are_left_out(tmp_path):
     write_tar(tmp_path / "a.tar", ["d/._x.txt", "d/x.txt", "._d", "d/._y.txt", "d/y.txt"])
     assert len(open_records("webdataset", tmp_path / "a.tar")) == 2
 
 
-def test_a_packed_tar_is_refused(tmp_path):
+def test_a_packed_tar_is_rejected(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w:gz"):
         pass
     with rejects("", ..., "bad_tar", InvalidSample, where="a.tar"):
@@ -501,14 +501,16 @@ def test_the_template_of_a_tokenizer(cut, made, tmp_path):
         ("a", {}, "template", ..., "order"),
     ],
 )
-def test_templates_that_do_not_fit_are_refused(template, options, key, value, code, made, tmp_path):
+def test_templates_that_do_not_fit_are_rejected(
+    template, options, key, value, code, made, tmp_path
+):
     folder_of(made, tmp_path / "model", template)
     options = {"tokenizer": str(tmp_path / "model"), "template": "tokenizer", **options}
     with rejects(key, value, code, InvalidSample, where="record 0"):
         talks(tmp_path, turns(), **options)
 
 
-def test_a_tokenizer_without_a_template_is_refused(made, tmp_path):
+def test_a_tokenizer_without_a_template_is_rejected(made, tmp_path):
     folder_of(made, tmp_path / "model", None)
     for tokenizer, code in ((str(tmp_path / "model"), "no_template"), (made[1], "not_found")):
         with rejects("tokenizer", tokenizer, code):

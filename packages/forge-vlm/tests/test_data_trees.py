@@ -121,7 +121,7 @@ def test_a_tree_has_the_loss_and_gradients_of_a_record_for_each_answer(tmp_path,
     assert places[0] < places[1]
 
 
-def test_five_captions_of_a_picture_are_one_sample(tmp_path):
+def test_five_captions_of_an_image_are_one_sample(tmp_path):
     pictures(tmp_path)
     *_, content = coco(tmp_path)
     rows = open_(tmp_path, "tree", "coco_trees", content, 400)
@@ -134,7 +134,7 @@ def test_five_captions_of_a_picture_are_one_sample(tmp_path):
 
 
 @pytest.mark.parametrize("scope", ["image", "clip", "document", "prefix_lm"])
-def test_rows_have_the_ids_of_what_sees_ahead(tmp_path, scope):
+def test_sequences_have_the_ids_of_bidirectional_spans(tmp_path, scope):
     pictures(tmp_path)
     parts = [{"type": "image", "image": f"{i}.png"} for i in range(2)]
     talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": "yes"}]
@@ -153,7 +153,7 @@ def test_rows_have_the_ids_of_what_sees_ahead(tmp_path, scope):
     model(torch.from_numpy(arrays["tokens"]), images=arrays["images"], **given)
 
 
-def test_trees_that_cannot_be_are_refused(tmp_path):
+def test_trees_that_cannot_be_are_rejected(tmp_path):
     pictures(tmp_path)
     *_, content = coco(tmp_path)
     with rejects("branches", ..., "picture", InvalidSample, where="record 0"):

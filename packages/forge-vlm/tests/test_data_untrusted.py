@@ -45,7 +45,7 @@ def talk(folder, content):
     return folder / "talks.jsonl"
 
 
-def test_F190_a_picture_in_postscript_starts_no_program(tmp_path, monkeypatch):
+def test_F190_an_image_in_postscript_starts_no_program(tmp_path, monkeypatch):
     def started(*_, **__):
         raise AssertionError("Ghostscript")
 
@@ -56,7 +56,7 @@ def test_F190_a_picture_in_postscript_starts_no_program(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_pictures_of_each_listed_format_are_read(tmp_path, format):
+def test_images_of_each_listed_format_are_read(tmp_path, format):
     try:
         content = encoded((16, 8), format)
     except (KeyError, OSError):
@@ -65,7 +65,7 @@ def test_pictures_of_each_listed_format_are_read(tmp_path, format):
     assert [(layout.height, layout.width) for layout in pixels.layouts] == [(8, 8)]
 
 
-def test_F190_pictures_have_limits_of_pixels_and_bytes(tmp_path):
+def test_F190_images_have_limits_of_pixels_and_bytes(tmp_path):
     path, size = talk(tmp_path, encoded((100, 100))), (tmp_path / "a.png").stat().st_size
     for limits, value, code in (
         ({"max_image_pixels": 9999}, 10000, "pixels"),
@@ -105,7 +105,7 @@ def test_F149_prepared_folders_of_such_paths_and_of_before_the_limits(tmp_path, 
         Prepared("~/a[1]/out", max_image_pixels=7)
 
 
-def test_F190_pictures_are_regular_files_of_a_bounded_size(tmp_path):
+def test_F190_images_are_regular_files_of_a_bounded_size(tmp_path):
     os.mkfifo(tmp_path / "fifo.png")
     with (tmp_path / "sparse.png").open("wb") as file:
         file.truncate(20 << 30)
@@ -120,7 +120,7 @@ def test_F172_a_pipe_as_a_source_is_not_waited_for(tmp_path):
         open_records("videos", tmp_path)
 
 
-def test_F172_a_pipe_among_pieces_videos_and_tokenizers_is_not_waited_for(tmp_path):
+def test_F172_a_pipe_among_chunks_videos_and_tokenizers_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").write_text("{}\n")
     with rejects("", ..., "not_a_file", InvalidSample, where=tmp_path / "b.jsonl"):

@@ -36,7 +36,7 @@ def config(name="joint_decoder", **options):
     return VLMConfig(**{**given, **options})
 
 
-def test_images_are_targets_and_text_behind_them_too():
+def test_images_are_targets_and_the_text_after_them_too():
     tokens = torch.tensor([[5, BEGIN, 17, 31, 16, END, 6], [7, 8, 20, 21, 0, 0, 0]])
     documents = torch.tensor([[0] * 7, [0] * 4 + [-1] * 3])
     modalities = {"image": IMAGE}
@@ -52,7 +52,7 @@ def test_images_are_targets_and_text_behind_them_too():
     ]
 
 
-def test_losses_of_modalities_add_up_to_the_whole():
+def test_losses_of_modalities_add_up_to_the_full_loss():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 6, 32, generator=generator)
     labels = torch.tensor([[3, 17, 31, -100, 2, 5], [-100, -100, 4, 16, 15, 1]])
@@ -85,7 +85,7 @@ def drawings():
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("fusion", ["joint_decoder", "mixture_of_transformers", "moma"])
-def test_it_learns_to_draw_and_to_say_what_it_sees(fusion):
+def test_it_learns_to_draw_and_to_describe_images(fusion):
     model, (draw, say) = VLM(config(fusion)), drawings()
     rows = torch.cat([draw, say])
     plan = SequencePlan.of(rows, None, numbers_by_id(model.config.modalities))
@@ -127,11 +127,11 @@ def test_the_model_has_no_encoder_and_takes_no_images():
         ),
     ],
 )
-def test_what_needs_an_encoder_is_refused(options, key, value, code):
+def test_keys_that_need_an_encoder_are_rejected(options, key, value, code):
     with rejects(key, value, code):
         config(**options)
 
 
-def test_keys_of_an_encoder_are_refused_without_one():
+def test_keys_of_an_encoder_are_rejected_without_one():
     with rejects("select_layer", (-2,), "no_encoder"):
         VisionConfig("none", select_layer=(-2,))

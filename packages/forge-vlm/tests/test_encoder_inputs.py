@@ -27,7 +27,7 @@ def of_transformers(kind, **options):
 
 @pytest.mark.parametrize("kind", ["vit", "siglip_vision_model"])
 @pytest.mark.parametrize("shape", [(1, 3, 4, 4), (1, 3, 32, 8), (1, 3, 17, 17), (1, 1, 16, 16)])
-def test_images_of_another_size_than_the_positions_are_refused(kind, shape):
+def test_images_of_another_size_than_the_positions_are_rejected(kind, shape):
     """One patch had all sixteen positions, and 8 * 2 patches those of 4 * 4."""
     encoder = build_encoder(vit() if kind == "vit" else of_transformers(kind))
     assert encoder(images=torch.zeros(2, 3, 16, 16)).tokens.shape[:2] == (2, 16)
@@ -36,19 +36,19 @@ def test_images_of_another_size_than_the_positions_are_refused(kind, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
-def test_whole_numbers_that_are_no_bytes_are_refused(dtype):
+def test_integers_that_are_no_bytes_are_rejected(dtype):
     """They were taken as floats that are normalized already: a white pixel was 255, not 1."""
     with rejects("images", dtype, "dtype"):
         build_encoder(vit())(images=torch.ones(1, 3, 16, 16, dtype=dtype))
 
 
 @pytest.mark.parametrize("images", [None, [torch.zeros(3, 16, 16)]])
-def test_what_is_no_tensor_is_refused(images):
+def test_inputs_that_are_no_tensor_are_rejected(images):
     with rejects("media", type(images).__name__, "type"):
         build_encoder(vit())(images=images)
 
 
-def test_the_class_token_of_a_head_is_none_of_the_features():
+def test_the_class_token_of_a_head_is_not_among_the_features():
     """AIMv2 has one in the pooling behind its blocks: the first patch was left out for it."""
     encoder = build_encoder(of_transformers("aimv2_vision_model", select_feature="patch"))
     features = encoder(images=torch.zeros(2, 3, 16, 16))
@@ -90,7 +90,7 @@ def test_F213_parameters_without_elements_are_buffers():
     assert encoder(images=torch.zeros(2, 3, 16, 16)).tokens.shape == (2, 17, 32)
 
 
-def test_an_encoder_that_is_not_computed_is_refused_by_name():
+def test_an_encoder_that_is_not_computed_is_rejected_by_name():
     pytest.importorskip("transformers")
     keys = {**KEYS, "model_type": "siglip2_vision_model", "patch_size": 4}
     with rejects("vision.transformers.model_type", keys["model_type"], "no_image_size"):
@@ -100,14 +100,14 @@ def test_an_encoder_that_is_not_computed_is_refused_by_name():
 @pytest.mark.parametrize(
     "grids", [torch.tensor([1, 4, 4]), torch.ones(1, 3), torch.ones(1, 2).long()]
 )
-def test_grids_of_another_shape_are_refused(grids):
+def test_grids_of_another_shape_are_rejected(grids):
     encoder = build_encoder(vit(name="packed_vit"))
     patches, _ = cut_patches(torch.zeros(1, 3, 16, 16), patch_size=4, merge=1, time=1)
     with rejects("grids", tuple(grids.shape), "shape"):
         encoder(patches=patches, grids=grids)
 
 
-def test_document_ids_of_another_shape_are_refused():
+def test_document_ids_of_another_shape_are_rejected():
     model = VLM(
         VLMConfig(
             vocab_size=64,

@@ -115,7 +115,7 @@ def test_llava_is_written_so_that_transformers_takes_the_same_patches(kind, plac
         assert distance(found, ours(tokens, images=images)) < 1e-5
 
 
-def test_llava_has_no_key_for_patches_behind_registers():
+def test_llava_has_no_key_for_patches_after_registers():
     config = config_of("llava")
     keys = dict(model_type="dinov2_with_registers", hidden_size=32, num_hidden_layers=2)
     keys |= dict(num_attention_heads=4, image_size=16, patch_size=8, num_register_tokens=2)

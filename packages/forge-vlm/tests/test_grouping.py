@@ -124,7 +124,7 @@ def test_a_prepared_folder_draws_the_same_batches(tmp_path):
         ({"group": 4, "streaming": True}, "streaming"),
     ],
 )
-def test_what_cannot_be_grouped_is_refused(tmp_path, options, code):
+def test_settings_that_cannot_be_grouped_are_rejected(tmp_path, options, code):
     config = SimpleNamespace(path=str(talks(tmp_path)), split="train")
     with rejects("group", options["group"], code):
         open_source(config, **{**OPTIONS, **options})

@@ -141,7 +141,7 @@ def check(format, mode, orientation, policy):
         assert torch.equal(found["images"], wanted)
 
 
-def test_F167_images_lie_as_exif_says_each_pair():
+def test_F167_images_are_oriented_by_exif_each_pair():
     """Each two of kind, orientation and resolution meet."""
     for k, kind in enumerate(KINDS):
         for orientation in UPRIGHT:
@@ -176,7 +176,7 @@ def of_xmp():
     ],
     ids=["PNG with late EXIF", "TIFF with XMP", "orientation 9", "orientation 0"],
 )
-def test_F167_orientations_in_rare_places(content, orientation):
+def test_F167_orientations_in_rare_headers(content, orientation):
     pictures = ImageProcessor(POLICIES["budget"], 1, "<image>", patch_size=4)
     layout = pictures.layout(content(), "a")
     wide = pictures.resolution.layout(12, 28)
@@ -186,7 +186,7 @@ def test_F167_orientations_in_rare_places(content, orientation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", MODES)
-def test_F167_images_lie_as_exif_says_full_grid(format):
+def test_F167_images_are_oriented_by_exif_full_grid(format):
     for mode in MODES[format]:
         for orientation in UPRIGHT:
             for policy in POLICIES:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from forge_core import cross_entropy, initialize
-from forge_vlm import VLM, VisionConfig
+from forge_vlm import VisionConfig
 from forge_vlm.families import INTERNVL
 from forge_vlm.vision import build_encoder
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hf_folders import distance, renamed, saved
+from hf_folders import distance, labels_of, ours_of, renamed, train_both
 
 from forge_testing.problems import rejects
 
@@ -43,14 +43,6 @@ def theirs_of(text="qwen2", layer=-1, tied=False, **vision):
     return model
 
 
-def ours_of(theirs, folder):
-    hf, tensors = saved(theirs, folder)
-    config = INTERNVL.config_from_hf(hf)
-    model = VLM(config)
-    model.load_state_dict(renamed(INTERNVL.rows_of(config), tensors, 2))
-    return model
-
-
 def batch():
     """Tokens (2, 14) and the tiles of both rows (3, 3, 16, 16)."""
     generator = torch.Generator().manual_seed(1)
@@ -71,7 +63,7 @@ def batch():
 )
 def test_logits_are_those_of_transformers(options, tmp_path):
     theirs = theirs_of(**options).eval()
-    ours, (tokens, tiles) = ours_of(theirs, tmp_path).eval(), batch()
+    ours, (tokens, tiles) = ours_of(theirs, tmp_path, INTERNVL).eval(), batch()
     with torch.no_grad():
         wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
         found, other = ours(tokens, images=tiles), ours(tokens, images=tiles.flip(0))
@@ -82,19 +74,16 @@ def test_logits_are_those_of_transformers(options, tmp_path):
 @pytest.mark.slow
 def test_twenty_steps_are_those_of_transformers(tmp_path):
     theirs = theirs_of()
-    ours, (tokens, tiles) = ours_of(theirs, tmp_path), batch()
-    labels = torch.full_like(tokens, -100)
-    labels[:, :-1] = torch.where(tokens[:, 1:] == IMAGE, -100, tokens[:, 1:])
-    given = torch.where(tokens == IMAGE, -100, tokens)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (ours, theirs)]
-    for _ in range(20):
-        found = cross_entropy(ours(tokens, images=tiles), labels).mean
-        wanted = theirs(input_ids=tokens, labels=given, pixel_values=tiles).loss
-        assert abs(float(found.detach() - wanted.detach())) < 1e-5 * float(wanted.detach())
-        for loss, optimizer in zip((found, wanted), optimizers):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    ours, (tokens, tiles) = ours_of(theirs, tmp_path, INTERNVL), batch()
+    labels, given = labels_of(tokens, IMAGE)
+    train_both(
+        ours,
+        theirs,
+        lambda: (
+            cross_entropy(ours(tokens, images=tiles), labels).mean,
+            theirs(input_ids=tokens, labels=given, pixel_values=tiles).loss,
+        ),
+    )
     with torch.no_grad():
         wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
         assert distance(ours(tokens, images=tiles), wanted) < 1e-5
@@ -104,7 +93,7 @@ def test_twenty_steps_are_those_of_transformers(tmp_path):
 def test_a_written_folder_opens_in_transformers(options, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     theirs = theirs_of(**options).eval()
-    ours, folder = ours_of(theirs, tmp_path / "theirs").eval(), tmp_path / "ours"
+    ours, folder = ours_of(theirs, tmp_path / "theirs", INTERNVL).eval(), tmp_path / "ours"
     folder.mkdir()
     tensors = renamed(INTERNVL.rows_of(ours.config), ours.state_dict(), 2, back=True)
     tensors = {key: value.contiguous() for key, value in tensors.items()}
@@ -122,7 +111,7 @@ def test_a_written_folder_opens_in_transformers(options, tmp_path):
 
 def test_another_model_is_no_internvl(tmp_path):
     """Features of two layers, and SigLIP's, have no keys in its file."""
-    config = ours_of(theirs_of(), tmp_path).config
+    config = ours_of(theirs_of(), tmp_path, INTERNVL).config
     for key, value in (
         ("select_layer", (-2, -1)),
         ("transformers", {"model_type": "siglip_vision_model"}),
@@ -136,7 +125,7 @@ def test_another_model_is_no_internvl(tmp_path):
             INTERNVL.config_to_hf(other)
 
 
-def test_what_changes_the_function_is_refused(tmp_path):
+def test_keys_that_change_the_function_are_rejected(tmp_path):
     theirs = theirs_of()
     theirs.config.save_pretrained(tmp_path)
     hf = json.loads((tmp_path / "config.json").read_text())

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from forge_core import cross_entropy
-from forge_vlm import VLM
 from forge_vlm.families import LLAVA
 from forge_vlm.vision import VisionConfig
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hf_folders import distance, renamed, saved
+from hf_folders import distance, labels_of, ours_of, renamed, saved, train_both
 
 from forge_testing.problems import rejects
 
@@ -62,14 +61,6 @@ def theirs_of(kind="clip_vision_model", text="llama", layer=-2, strategy="defaul
     return model
 
 
-def ours_of(theirs, folder):
-    hf, tensors = saved(theirs, folder)
-    config = LLAVA.config_from_hf(hf)
-    model = VLM(config)
-    model.load_state_dict(renamed(LLAVA.rows_of(config), tensors, config.num_layers))
-    return model
-
-
 def batch(places=4, images=3):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, 120, (2, 14), generator=generator)
@@ -92,7 +83,7 @@ def batch(places=4, images=3):
 )
 def test_logits_are_those_of_transformers(options, places, tmp_path):
     theirs = theirs_of(**options).eval()
-    ours, (tokens, images) = ours_of(theirs, tmp_path).eval(), batch(places)
+    ours, (tokens, images) = ours_of(theirs, tmp_path, LLAVA).eval(), batch(places)
     with torch.no_grad():
         wanted = theirs(input_ids=tokens, pixel_values=images).logits
         found, other = ours(tokens, images=images), ours(tokens, images=images.flip(0))
@@ -103,19 +94,16 @@ def test_logits_are_those_of_transformers(options, places, tmp_path):
 @pytest.mark.slow
 def test_twenty_steps_are_those_of_transformers(tmp_path):
     theirs = theirs_of()
-    ours, (tokens, images) = ours_of(theirs, tmp_path), batch()
-    labels = torch.full_like(tokens, -100)
-    labels[:, :-1] = torch.where(tokens[:, 1:] == IMAGE, -100, tokens[:, 1:])
-    given = torch.where(tokens == IMAGE, -100, tokens)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (ours, theirs)]
-    for _ in range(20):
-        found = cross_entropy(ours(tokens, images=images), labels).mean
-        wanted = theirs(input_ids=tokens, pixel_values=images, labels=given).loss
-        assert abs(float(found.detach() - wanted.detach())) < 1e-5 * float(wanted.detach())
-        for loss, optimizer in zip((found, wanted), optimizers):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    ours, (tokens, images) = ours_of(theirs, tmp_path, LLAVA), batch()
+    labels, given = labels_of(tokens, IMAGE)
+    train_both(
+        ours,
+        theirs,
+        lambda: (
+            cross_entropy(ours(tokens, images=images), labels).mean,
+            theirs(input_ids=tokens, pixel_values=images, labels=given).loss,
+        ),
+    )
     with torch.no_grad():
         assert (
             distance(
@@ -131,7 +119,7 @@ def test_twenty_steps_are_those_of_transformers(tmp_path):
 def test_a_written_folder_opens_in_transformers(options, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     theirs = theirs_of(**options).eval()
-    ours = ours_of(theirs, tmp_path / "theirs").eval()
+    ours = ours_of(theirs, tmp_path / "theirs", LLAVA).eval()
     folder = tmp_path / "ours"
     folder.mkdir()
     rows = LLAVA.rows_of(ours.config)
@@ -152,7 +140,7 @@ def test_a_written_folder_opens_in_transformers(options, tmp_path):
         assert torch.equal(opened.eval()(input_ids=tokens, pixel_values=images).logits, wanted)
 
 
-def test_keys_that_change_the_function_are_refused(tmp_path):
+def test_keys_that_change_the_function_are_rejected(tmp_path):
     hf, _ = saved(theirs_of(), tmp_path)
     own, text = "vision_feature_select_strategy", {"model_type": "opt"}
     for change, key, value, code in (
@@ -184,7 +172,7 @@ def test_an_older_file_has_defaults_of_its_decoder(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip", "siglip2", "idefics3", "smolvlm", "vit"])
-def test_F73_pixels_are_normalised_as_the_encoder_was_trained(kind):
+def test_F73_pixels_are_normalized_as_the_encoder_was_trained(kind):
     model_type = {"vit": "vit"}.get(kind, f"{kind}_vision" + "_model" * (kind[-1] in "p2"))
     theirs = transformers.models.auto.image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES[kind]
     processor = getattr(transformers, theirs["pil"])
@@ -199,7 +187,7 @@ def test_F73_pixels_are_normalised_as_the_encoder_was_trained(kind):
     assert given.pixels == ((0.1, 0.2, 0.3), wanted[1])
 
 
-def test_F73_an_encoder_that_nobody_knows_needs_its_mean():
+def test_F73_an_unknown_encoder_needs_its_mean():
     with rejects("mean", ..., "missing"):
         VisionConfig("transformers", transformers={"model_type": "blip_vision_model"})
     own = {"mean": (0.5, 0.5, 0.5), "std": (0.2, 0.2, 0.2)}

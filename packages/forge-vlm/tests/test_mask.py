@@ -118,7 +118,7 @@ def test_ids_that_come_again_are_other_documents():
     assert torch.equal(seen, blocks)
 
 
-def test_a_mask_of_the_spec_is_refused():
+def test_a_mask_of_the_spec_is_rejected():
     with rejects("attention.mask", "mine:mask", "excludes"):
         mask_of(None).prepare(AttentionSpec(mask="mine:mask"), torch.zeros(1))
 

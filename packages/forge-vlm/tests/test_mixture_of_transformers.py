@@ -76,7 +76,7 @@ def test_tied_copies_are_the_dense_transformer(block):
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6 * wanted.abs().max().item())
 
 
-def test_text_alone_is_the_text_model_bit_by_bit():
+def test_only_text_equals_the_text_model_bit_by_bit():
     c = config()
     model = noisy(VLM(c))
     tokens = torch.randint(1, 40, (2, 9))
@@ -212,7 +212,7 @@ def test_flops_of_a_token_are_those_of_the_dense_model():
     assert counted[0] == counted[1] == 16 * (model.flops_per_token(16) - attention)
 
 
-def test_generation_equals_whole_forwards_over_all_modalities():
+def test_generation_equals_full_forwards_over_all_modalities():
     model = noisy(VLM(config()))
     with torch.no_grad():
         model.lm_head.weight[63] = -10 * model.lm_head.weight.mean(0)
@@ -261,12 +261,12 @@ def test_a_stage_of_a_pipeline_needs_the_tokens():
         ),
     ],
 )
-def test_what_it_cannot_do_is_refused(options, key, value, code):
+def test_unsupported_settings_are_rejected(options, key, value, code):
     with rejects(key, value, code):
         config(**options)
 
 
-def test_factories_of_parts_that_it_builds_are_refused():
+def test_factories_of_parts_that_it_builds_are_rejected():
     def factory(layer, num=0):
         return None
 
@@ -283,7 +283,7 @@ def test_factories_of_parts_that_it_builds_are_refused():
         ("late", "unknown"),
     ],
 )
-def test_other_ideas_of_the_papers_are_refused_by_name(name, code):
+def test_other_ideas_of_the_papers_are_rejected_by_name(name, code):
     with rejects("name", name, code):
         FusionConfig(name)
 

@@ -67,7 +67,7 @@ def sharded_gradients(kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_a_rank_of_text_beside_one_of_all_modalities(kind):
+def test_a_rank_of_text_and_one_of_all_modalities(kind):
     model, (tokens, images) = build(kind).train(), rows()
     for row in range(2):
         model(tokens[row : row + 1], images=images[row]).square().sum().backward()

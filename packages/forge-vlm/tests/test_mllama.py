@@ -20,7 +20,7 @@ from forge_vlm.families import MLLAMA
 from forge_vlm.fusion.cross_attention import visible_images
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hf_folders import distance, saved
+from hf_folders import distance, labels_of, saved, train_both
 
 from forge_testing.problems import rejects
 
@@ -182,19 +182,16 @@ def test_tokens_see_the_images_that_the_processor_lets_them_see():
 def test_twenty_steps_are_those_of_transformers(tmp_path):
     theirs = theirs_of()
     ours, (tokens, media) = ours_of(theirs, tmp_path), batch()
-    given = torch.where(tokens == IMAGE, -100, tokens)
-    labels = torch.full_like(tokens, -100)
-    labels[:, :-1] = given[:, 1:]
+    labels, given = labels_of(tokens, IMAGE)
     inputs = as_theirs(tokens, media)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (ours, theirs)]
-    for _ in range(20):
-        found = cross_entropy(ours(tokens, **media), labels).mean
-        wanted = theirs(**inputs, labels=given).loss
-        assert abs(float(found.detach() - wanted.detach())) < 1e-5 * float(wanted.detach())
-        for loss, optimizer in zip((found, wanted), optimizers):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_both(
+        ours,
+        theirs,
+        lambda: (
+            cross_entropy(ours(tokens, **media), labels).mean,
+            theirs(**inputs, labels=given).loss,
+        ),
+    )
     with torch.no_grad():
         assert distance(ours(tokens, **media), theirs(**inputs).logits) < 1e-5
 
@@ -252,7 +249,7 @@ def test_layers_of_the_released_models_have_the_numbers_of_their_text_models(tmp
         assert back["num_hidden_layers"] == total
 
 
-def test_keys_that_change_the_function_are_refused(tmp_path):
+def test_keys_that_change_the_function_are_rejected(tmp_path):
     hf, _ = saved(theirs_of(), tmp_path)
     text = hf["text_config"]
     for key, value, code in (
@@ -272,7 +269,7 @@ def test_keys_that_change_the_function_are_refused(tmp_path):
         MLLAMA.config_to_hf(type(config)(**{**vars(config), "fusion": fusion}))
 
 
-def test_options_of_other_encoders_are_refused(tmp_path):
+def test_options_of_other_encoders_are_rejected(tmp_path):
     hf, _ = saved(theirs_of(), tmp_path)
     vision = {**hf["vision_config"], "vision_output_dim": 32}
     with rejects("vision.transformers.vision_output_dim", 32, "mismatch"):

@@ -45,7 +45,7 @@ def test_without_images_the_logits_are_those_of_the_text_model():
     assert all(float(p.grad.abs().max()) == 0.0 for p in model.vision.parameters())
 
 
-def test_an_image_moves_what_comes_behind_it_and_nothing_before():
+def test_an_image_changes_later_tokens_and_none_before():
     model, (tokens, images) = VLM(config()).eval(), rows()
     before, after = model(tokens, images=images), model(tokens, images=images.flip(-1))
     moved = (before - after).abs().amax(-1) > 0
@@ -64,14 +64,14 @@ def test_rows_take_their_images_in_order():
         torch.testing.assert_close(alone, both[row : row + 1], rtol=1e-5, atol=1e-6)
 
 
-def test_bytes_of_images_are_normalised():
+def test_bytes_of_images_are_normalized():
     model, (tokens, _) = VLM(config()).eval(), rows()
     images = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
     wanted = model(tokens, images=(images.float() / 255 - 0.5) / 0.5)
     torch.testing.assert_close(model(tokens, images=images), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_another_number_of_tokens_than_placeholders_is_refused():
+def test_another_number_of_tokens_than_placeholders_is_rejected():
     model, (tokens, images) = VLM(config()), rows()
     with rejects("media", 8, "number"):
         model(tokens, images=images[:2])
@@ -79,7 +79,7 @@ def test_another_number_of_tokens_than_placeholders_is_refused():
         model(tokens, images=images[:0])
 
 
-def test_generation_encodes_once_and_equals_a_whole_forward():
+def test_generation_encodes_once_and_equals_a_full_forward():
     model, (tokens, images) = VLM(config()).eval(), rows()
     with (
         torch.no_grad()
@@ -126,7 +126,7 @@ def test_a_frozen_encoder_stays_in_eval_mode_and_keeps_no_activations():
         ({"mtp": MTPConfig(num_modules=1)}, "mtp.num_modules", 1, "excludes"),
     ],
 )
-def test_what_cannot_be_is_refused(options, key, value, code):
+def test_impossible_arguments_are_rejected(options, key, value, code):
     with rejects(key, value, code):
         VLMConfig(**{**SIZES, "modalities": {"image": ModalityConfig(IMAGE)}, **options})
 
@@ -139,6 +139,6 @@ def test_what_cannot_be_is_refused(options, key, value, code):
         ({"num_ids": 2}, "num_ids", "placeholder"),
     ],
 )
-def test_ids_that_cannot_be_are_refused(options, key, code):
+def test_ids_that_cannot_be_are_rejected(options, key, code):
     with rejects(key, options[key], code):
         ModalityConfig(**options)

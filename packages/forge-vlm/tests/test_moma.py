@@ -159,7 +159,7 @@ def test_padding_does_not_enter_capacities():
     torch.testing.assert_close(layer(x[real][None], alone)[0], layer(x, ctx)[real])
 
 
-def test_noise_is_a_stream_of_seed_step_micro_batch_layer_and_place():
+def test_noise_is_a_stream_of_seed_step_micro_batch_layer_and_position():
     layer = layer_of(router="expert_choice", gumbel_noise=0.7).train()
     x, ctx = batch()
     with pytest.raises(RuntimeError, match="set_routing_step"):
@@ -213,7 +213,7 @@ def test_a_recomputation_takes_the_same_tokens():
 # ------------------------------------------------------------ the auxiliary router
 
 
-def test_the_auxiliary_router_learns_the_experts_choice_and_nothing_else_sees_it():
+def test_the_auxiliary_router_learns_the_experts_choice_without_side_effects():
     layer = layer_of(router="auxiliary_router", std=0.2).train()
     x, ctx = batch()
     layer(x.requires_grad_(), ctx).sum().backward()
@@ -257,7 +257,7 @@ def test_a_trained_auxiliary_router_takes_nearly_what_experts_take():
 
 
 @pytest.mark.parametrize("router", ["token_choice", "auxiliary_router"])
-def test_F72_routing_sees_neither_batch_mates_nor_padding_nor_the_future(router):
+def test_F72_routing_depends_neither_on_other_sequences_nor_padding_nor_the_future(router):
     """What generates: each token's output is a function of that token alone."""
     layer = layer_of(router=router, experts={"image": 3}).eval()
     x, ctx = batch()
@@ -286,7 +286,7 @@ def test_bare_expert_choice_neither_evaluates_nor_generates():
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("router", ["token_choice", "auxiliary_router"])
-def test_generation_equals_whole_forwards(router):
+def test_generation_equals_full_forwards(router):
     model = VLM(config(router=router)).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -328,7 +328,7 @@ def balance_of(group, tokens):
 
 
 @pytest.mark.parametrize("router", ["token_choice", "auxiliary_router"])
-def test_F147_router_losses_weigh_each_token_of_a_group_alike(router):
+def test_F147_router_losses_give_each_token_of_a_group_one_weight(router):
     """In micro-batches of rows with few and with many tokens of a group."""
     options = {"balance_loss": 0.5} if router == "token_choice" else {}
     layer = layer_of(router=router, std=0.2, **options).train()
@@ -443,7 +443,7 @@ def test_attention_is_shared_and_has_the_names_of_a_text_model():
         ({"share": {"image": "smell"}}, "fusion.moma.share", {"image": "smell"}, "unknown"),
     ],
 )
-def test_what_it_cannot_do_is_refused(options, key, value, code):
+def test_unsupported_settings_are_rejected(options, key, value, code):
     with rejects(key, value, code):
         config(**options)
 

@@ -98,7 +98,7 @@ def test_packed_images_are_those_under_a_dense_mask(merge):
 
 
 @pytest.mark.parametrize("merge", [1, 2])
-def test_packed_images_are_each_alone(merge):
+def test_packed_images_are_independent(merge):
     model, cut = encoder(merge).double(), pictures(merge=merge)
     found = model(**media(cut)).tokens
     alone = torch.cat([model(**media([one])).tokens for one in cut], 1)
@@ -107,7 +107,7 @@ def test_packed_images_are_each_alone(merge):
         assert close(got, reference)
 
 
-def test_pixels_of_a_neighbour_do_not_move_an_image():
+def test_pixels_of_a_neighbor_do_not_change_an_image():
     model, cut = encoder(), pictures(dtype=torch.float32)
     given = media(cut)
     first, behind = 2 * 6 + 4 * 4, 2 * 6 + 4 * 4 + 8 * 2
@@ -149,7 +149,7 @@ def test_positions_are_those_of_naflex():
         torch.testing.assert_close(found, wanted[: rows * columns], rtol=1e-5, atol=1e-6)
 
 
-def test_bytes_are_normalised_and_frames_are_images():
+def test_bytes_are_normalized_and_frames_are_images():
     model = encoder()
     image = torch.randint(0, 256, (2, 3, 8, 16), dtype=torch.uint8)
     patches, grid = cut_patches(image, PATCH, 1, 1)
@@ -213,7 +213,7 @@ def test_a_decoder_reads_images_of_several_shapes(adapter):
     torch.testing.assert_close(both, torch.cat(alone), rtol=1e-5, atol=1e-6)
 
 
-def test_generation_encodes_once_and_equals_a_whole_forward():
+def test_generation_encodes_once_and_equals_a_full_forward():
     model, grids = model_of(vocab_size=80, init_std=0.2).eval(), [(2, 6), (8, 2)]
     with torch.no_grad():  # no new token is a placeholder, which would want an image
         model.lm_head.weight[IMAGE] = -10 * model.lm_head.weight.mean(0)
@@ -248,12 +248,12 @@ def test_a_frozen_encoder_keeps_no_activations():
         ((0, 48), [[0, 4, 4]], "grids", [0, 4, 4]),
     ],
 )
-def test_grids_that_are_not_those_of_the_patches_are_refused(patches, grids, key, value):
+def test_grids_that_are_not_those_of_the_patches_are_rejected(patches, grids, key, value):
     with rejects(key, value, "shape" if key == "patches" else "divides"):
         encoder(merge=2)(torch.zeros(patches), torch.tensor(grids))
 
 
-def test_sides_that_patches_do_not_divide_are_refused():
+def test_sides_that_patches_do_not_divide_are_rejected():
     with rejects("frames", (16, 20), "divides"):
         cut_patches(torch.zeros(1, 3, 16, 20), patch_size=4, merge=2)
 
@@ -274,7 +274,7 @@ def test_sides_that_patches_do_not_divide_are_refused():
         ({"pixels_per_image": 0}, "pixels_per_image", 0, "size"),
     ],
 )
-def test_what_cannot_be_is_refused(options, key, value, code):
+def test_impossible_arguments_are_rejected(options, key, value, code):
     with rejects(key, value, code):
         model_of(**options)
 

@@ -69,7 +69,7 @@ def test_padding_sees_itself_and_learns_nothing():
     assert seen[3:].tolist() == torch.eye(5, dtype=torch.bool)[3:].tolist()
 
 
-def test_images_see_themselves_whole_and_documents_nothing_of_others():
+def test_images_attend_to_all_of_themselves_and_documents_to_no_other():
     plan, _ = plan_of([(0, 1), (0, (1, 1, 2)), (0, (1, 1, 2)), (1, (1, 1, 2))])
     causal, image, document = (plan.visible(s)[0] for s in (None, "image", "document"))
     for q in range(7):
@@ -105,7 +105,7 @@ def test_branches_share_an_image_and_do_not_see_each_other():
         ([[(1, 1, 5), (1, 1, 1)]], 2, "number"),
     ],
 )
-def test_placeholders_that_are_not_those_of_the_images_are_refused(grids, value, code):
+def test_placeholders_that_are_not_those_of_the_images_are_rejected(grids, value, code):
     tokens = torch.tensor([[1, *[IMAGE] * 5, 2]])
     with rejects("grids", value, code, where="row 0"):
         SequencePlan.of(tokens, None, {IMAGE: 1}, grids)

@@ -50,7 +50,7 @@ def test_they_are_those_of_the_plan(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_go_on_behind_cached_tokens(name):
+def test_they_go_on_after_cached_tokens(name):
     """A padded row goes on where its own tokens end; a document that begins later begins at 0."""
     model, (tokens, ids, images) = model_with(**NAMES[name]), packed()
     ids[1] = torch.where(torch.arange(16) < 3, -1, 0)
@@ -77,7 +77,7 @@ def test_a_document_whose_id_was_there_before_begins_at_0():
     torch.testing.assert_close(rest, whole[:, 6:], rtol=1e-5, atol=1e-6)
 
 
-def test_an_image_behind_cached_text_begins_where_the_text_ends():
+def test_an_image_after_cached_text_begins_where_the_text_ends():
     model, (tokens, _, images) = model_with(**MROPE), packed()
     row, image = tokens[1:2], images[:1]
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_an_image_behind_cached_text_begins_where_the_text_ends():
     torch.testing.assert_close(rest, whole[:, 4:], rtol=1e-5, atol=1e-6)
 
 
-def test_what_has_no_positions_is_refused():
+def test_inputs_without_positions_are_rejected():
     model, (tokens, ids, images) = model_with(**MROPE), packed()
     moved = tokens.clone()
     moved[0, 12], moved[0, 15] = 5, IMAGE

@@ -158,7 +158,7 @@ def test_frames_of_a_video(tmp_path):
 
 
 @pytest.mark.parametrize("corrupt", ["mask", "skip", "raise"])
-def test_damaged_pictures_are_counted_by_cause(tmp_path, corrupt):
+def test_damaged_images_are_counted_by_cause(tmp_path, corrupt):
     path = talks_of(tmp_path / "a")
     (tmp_path / "a/1-0.png").unlink()
     (tmp_path / "a/2-1.png").write_bytes((tmp_path / "a/2-1.png").read_bytes()[:45])
@@ -238,7 +238,7 @@ def test_a_kill_leaves_nothing_and_the_same_command_goes_on(tmp_path, where, nam
 
 
 @pytest.mark.lane("quick")
-def test_F162_three_processes_replace_one_output_in_turn(tmp_path, monkeypatch):
+def test_F162_three_processes_replace_one_output_one_after_another(tmp_path, monkeypatch):
     """A lock that goes with the folder of parts keeps out neither who waits for it nor who comes later."""
     path, out, log = talks_of(tmp_path / "a"), tmp_path / "out", tmp_path / "log"
     write_units = prepare_module._write_units
@@ -279,7 +279,7 @@ def test_F163_a_file_system_without_locks_is_warned_of_once(tmp_path, monkeypatc
     assert folders == [str(tmp_path), str(tmp_path / "cache")]
 
 
-def test_units_of_another_plan_are_not_taken(tmp_path):
+def test_chunks_of_another_plan_are_not_used(tmp_path):
     path, out = talks_of(tmp_path / "a"), tmp_path / "out"
     killed(command_of(path, out), prepare_module, "install_folder", 0)
     assert main([*command_of(path, out), "--option", "template=plain"]) == 0
@@ -367,7 +367,7 @@ class BrokenPool:
         pass
 
 
-def test_F172_a_killed_worker_is_told(tmp_path, monkeypatch, capsys):
+def test_F172_a_killed_worker_is_reported(tmp_path, monkeypatch, capsys):
     path, out = talks_of(tmp_path / "a"), tmp_path / "out"
     monkeypatch.setattr(prepare_module, "ProcessPoolExecutor", BrokenPool)
     assert main([*command_of(path, out), "--workers", "2"]) == 65
@@ -455,7 +455,7 @@ def test_wrong_jobs_are_named(tmp_path, job, key, value, code):
         run(["prepare", str(tmp_path / "job.toml"), "--output", str(tmp_path / "out")])
 
 
-def test_outputs_that_cannot_be_are_refused(tmp_path):
+def test_outputs_that_cannot_be_are_rejected(tmp_path):
     path, out = talks_of(tmp_path / "a"), tmp_path / "out"
     out.mkdir()
     with rejects("output", str(out), "exists"):
@@ -472,7 +472,7 @@ def test_outputs_that_cannot_be_are_refused(tmp_path):
         prepared(empty, tmp_path / "none")
 
 
-def test_files_without_a_sound_picture_are_refused(tmp_path):
+def test_files_without_a_valid_image_are_rejected(tmp_path):
     path = talks_of(tmp_path / "a")
     path.write_text(path.read_text().splitlines()[1])
     (tmp_path / "a/1-0.png").write_bytes(b"none")
@@ -517,7 +517,7 @@ def test_lengths_are_found_once(tmp_path, monkeypatch):
     assert counted(path, monkeypatch, tmp_path)[1] == 1
 
 
-def test_a_picture_that_is_restored_is_counted_again(tmp_path, monkeypatch):
+def test_an_image_that_is_restored_is_counted_again(tmp_path, monkeypatch):
     path = talks_of(tmp_path / "a")
     content = (tmp_path / "a/1-0.png").read_bytes()
     (tmp_path / "a/1-0.png").unlink()
@@ -529,7 +529,7 @@ def test_a_picture_that_is_restored_is_counted_again(tmp_path, monkeypatch):
     assert (times, len(source.lengths)) == (1, 10)
 
 
-def test_a_picture_of_another_size_removes_what_was_kept(tmp_path, monkeypatch):
+def test_an_image_of_another_size_removes_the_cached_result(tmp_path, monkeypatch):
     path = talks_of(tmp_path / "a")
     tiles = {"resolution": {"name": "tiles", "tiles": {"tile_size": 8, "longest_edge": 32}}}
     counted(path, monkeypatch, tmp_path, **tiles)
@@ -542,7 +542,7 @@ def test_a_picture_of_another_size_removes_what_was_kept(tmp_path, monkeypatch):
     assert counted(path, monkeypatch, tmp_path, **tiles)[1] == 1
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, capfd):
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch, capfd):
     path = talks_of(tmp_path / "a")
     (tmp_path / "cache").write_text("a file")
     _, times = counted(path, monkeypatch, tmp_path)

@@ -126,7 +126,7 @@ def test_weights_begin_alike_on_the_meta_device(models):
 
 
 @pytest.mark.parametrize("key", ["patch_size", "merge", "patch_time"])
-def test_patches_of_another_size_are_refused_before_the_first_step(models, key):
+def test_patches_of_another_size_are_rejected_before_the_first_step(models, key):
     pytest.importorskip("numpy")
     from forge_vlm.data.options import fit_problems
 
@@ -168,7 +168,7 @@ def test_patches_are_those_of_its_processor(models):
         ((16, 96), [[1, 2, 8]], "grids", (1, 1, 4), "tokens"),
     ],
 )
-def test_grids_that_are_not_those_of_the_patches_are_refused(
+def test_grids_that_are_not_those_of_the_patches_are_rejected(
     models, patches, grids, key, value, code
 ):
     parted = code == "tokens"
@@ -177,7 +177,7 @@ def test_grids_that_are_not_those_of_the_patches_are_refused(
         models[1](row, patches=torch.zeros(patches), grids=torch.tensor(grids))
 
 
-def test_grids_of_more_images_than_the_rows_hold_are_refused(models):
+def test_grids_of_more_images_than_the_rows_hold_are_rejected(models):
     media = {"patches": torch.zeros(8, 96), "grids": torch.tensor([[1, 2, 2], [1, 2, 2]])}
     with rejects("grids", 2, "number"):
         models[1](torch.tensor([[1, IMAGE, 2]]), **media)
@@ -188,7 +188,7 @@ def test_grids_of_more_images_than_the_rows_hold_are_refused(models):
     )  # a copy back would be a sync
 
 
-def test_features_of_another_width_than_the_stream_are_refused(models):
+def test_features_of_another_width_than_the_stream_are_rejected(models):
     config = models[1].config
     vision = VisionConfig(
         "transformers", transformers={**config.vision.transformers, "out_hidden_size": 48}
@@ -201,14 +201,14 @@ def test_features_of_another_width_than_the_stream_are_refused(models):
         other(torch.tensor([[1, IMAGE, 2]]), **media)
 
 
-def test_stages_with_fewer_blocks_than_features_are_refused(models):
+def test_stages_with_fewer_blocks_than_features_are_rejected(models):
     model = VLM(replace(models[1].config, num_layers=1))
     media = {"patches": torch.zeros(4, 96), "grids": torch.tensor([[1, 2, 2]])}
     with rejects("features.layers", 2, "stage"):
         model(torch.tensor([[1, IMAGE, 2]]), **media)
 
 
-def test_text_alone_is_the_text_model(models):
+def test_only_text_equals_the_text_model(models):
     _, our = models
     text = Transformer(our.config)
     text.load_state_dict({n: v for n, v in our.state_dict().items() if n in text.state_dict()})
@@ -236,7 +236,7 @@ def test_greedy_generation_is_that_of_transformers(models):
     assert torch.equal(generate(our, lines, 16, greedy, extras=extras), wanted[:, tokens.size(1) :])
 
 
-def test_a_second_turn_goes_on_behind_the_first(models):
+def test_a_second_turn_goes_on_after_the_first(models):
     """A cache that is fed text, an image, text and another image equals one forward of all."""
     _, our = models
     lines, _, _, patches, grids = qwen.batch(
@@ -255,7 +255,7 @@ def test_a_second_turn_goes_on_behind_the_first(models):
     assert distance(last[:, -5:], whole) < 1e-5
 
 
-def test_packed_documents_are_those_alone(models):
+def test_packed_documents_equal_single_documents(models):
     _, our = models
     _, tokens, _, patches, grids = qwen.batch([*CASES["images"][0], *CASES["images"][1]])
     first = 5 + 6 + 4 + 4 + 3

@@ -144,7 +144,7 @@ def test_keys_left_out_are_those_of_transformers(hf):
         (None, {"model_type": "qwen3_vl_moe"}, "model_type", "qwen3_vl_moe", "unknown"),
     ],
 )
-def test_what_changes_the_function_is_refused(hf, table, change, key, value, code):
+def test_keys_that_change_the_function_are_rejected(hf, table, change, key, value, code):
     hf = {**hf, **change} if table is None else {**hf, table: {**hf[table], **change}}
     with rejects(key, value, code):
         VLM(find_family(hf).config_from_hf(hf))

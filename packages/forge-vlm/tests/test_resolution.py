@@ -192,7 +192,7 @@ def test_F132_grey_of_16_bits_keeps_its_shades(mode):
     assert found[0, 1].flatten().tolist() == [grey // 256 for grey in greys]
 
 
-def test_grey_without_a_range_is_refused():
+def test_grey_without_a_range_is_rejected():
     pillow = pytest.importorskip("PIL.Image")
     ours = build_resolution(ResolutionConfig())
     for mode, value in (("F", 0.5), ("I", 70000)):
@@ -220,19 +220,19 @@ def test_grey_without_a_range_is_refused():
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, key, value, code):
+def test_impossible_arguments_are_rejected(make, key, value, code):
     with rejects(key, value, code):
         make()
 
 
 @pytest.mark.parametrize("image", [torch.zeros(3, 8, 8), torch.zeros(8, 8, dtype=torch.uint8), 5])
-def test_what_is_no_image_is_refused(image):
+def test_inputs_that_are_no_image_are_rejected(image):
     pytest.importorskip("PIL")
     with rejects("image", tuple(getattr(image, "shape", ())), "shape"):
         build_resolution(ResolutionConfig())(image)
 
 
-def test_without_pillow_one_line_says_what_to_install(monkeypatch):
+def test_without_pillow_one_line_names_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     resolution = build_resolution(ResolutionConfig("tiles"))
     assert resolution.layout(100, 300).columns == 4  # counting needs none

@@ -117,7 +117,7 @@ def test_every_sample_comes_once_an_epoch_of_its_shard(tmp_path):
     assert second != found[0]
 
 
-def test_rows_depend_on_seed_and_number_alone(tmp_path):
+def test_sequences_depend_only_on_seed_and_number(tmp_path):
     path, ids = tars(tmp_path), list(range(40))
     wanted = rows_of(stream_of(path), ids)
     assert [rows_of(stream_of(path), [i])[0] for i in ids[::7]] == wanted[::7]
@@ -129,7 +129,7 @@ def test_rows_depend_on_seed_and_number_alone(tmp_path):
     assert rows_of(stream_of(path, seed=1), ids) != wanted
 
 
-def test_a_reader_begins_at_the_place_of_a_window(tmp_path, monkeypatch):
+def test_a_reader_begins_at_the_start_of_a_window(tmp_path, monkeypatch):
     """From the places of rows 0 to 59 others go on with the same rows, and tokenize two windows of each shard at most."""
     path = tars(tmp_path)
     wanted = rows_of(stream_of(path), range(60, 99))
@@ -157,7 +157,7 @@ def test_F197_a_fingerprint_covers_both_ends_of_a_file(tmp_path, monkeypatch):
     assert len(found) == 3  # the last differs in the middle only, where sizes are compared
 
 
-def test_lines_are_cut_into_pieces_of_whole_lines(tmp_path):
+def test_text_is_split_into_chunks_of_complete_lines(tmp_path):
     path = lines(tmp_path)
     pieces = Chunks("chat", path, 2)
     assert len(pieces) > 3
@@ -183,7 +183,7 @@ def test_memory_is_that_of_windows(tmp_path):
 
 
 @pytest.mark.parametrize("corrupt", ["raise", "mask", "skip"])
-def test_damaged_pictures_of_a_stream(tmp_path, corrupt, capfd):
+def test_damaged_images_of_a_stream(tmp_path, corrupt, capfd):
     path = tars(tmp_path)
     file = path / "1.tar"
     file.write_bytes(file.read_bytes().replace(picture(12), b"x" * len(picture(12))))
@@ -232,7 +232,7 @@ def test_a_changed_file_or_option_is_another_fingerprint(tmp_path):
         ({"template": "x"}, "template", "unknown"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(tmp_path, options, key, code):
+def test_sources_that_cannot_be_streamed_are_rejected(tmp_path, options, key, code):
     path = tars(tmp_path)
     with rejects(key, str(path) if key == "path" else options[key], code):
         source_of(path, **{**SHARDS, **options})

@@ -13,7 +13,8 @@ from forge_vlm.families import FAMILIES
 from forge_vlm.resolution import ResolutionConfig, TilesConfig, build_resolution
 
 sys.path.insert(0, str(Path(__file__).parent))
-from hf_folders import distance, renamed, saved
+import hf_folders
+from hf_folders import distance, labels_of, renamed, train_both
 from tiny_tokenizer import tokenizer_of
 
 from forge_testing.problems import rejects
@@ -46,12 +47,7 @@ def theirs_of(name, text="llama", tied=False, vocab_size=128, image=IMAGE):
 
 
 def ours_of(theirs, folder):
-    hf, tensors = saved(theirs, folder)
-    family = FAMILIES[hf["model_type"]]
-    config = family.config_from_hf(hf)
-    model = VLM(config)
-    model.load_state_dict(renamed(family.rows_of(config), tensors, 2))
-    return model
+    return hf_folders.ours_of(theirs, folder, FAMILIES[theirs.config.model_type])
 
 
 def batch():
@@ -101,7 +97,7 @@ def test_logits_are_those_of_transformers(name, options, tmp_path):
     assert distance(masked, wanted) > 1e-3  # so have the masks
 
 
-def test_a_picture_and_a_prompt_give_the_logits_of_processor_and_model(tmp_path):
+def test_an_image_and_a_prompt_give_the_logits_of_processor_and_model(tmp_path):
     """From bytes of a picture: tiles, text around them, token ids, normalisation, encoder, decoder."""
     pytest.importorskip("PIL")
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -146,19 +142,16 @@ def test_masks_may_be_left_out_and_a_batch_may_have_no_image(tmp_path):
 def test_twenty_steps_are_those_of_transformers(name, tmp_path):
     theirs = theirs_of(name)
     ours, (tokens, tiles, masks) = ours_of(theirs, tmp_path), batch()
-    labels = torch.full_like(tokens, -100)
-    labels[:, :-1] = torch.where(tokens[:, 1:] == IMAGE, -100, tokens[:, 1:])
-    given = torch.where(tokens == IMAGE, -100, tokens)
+    labels, given = labels_of(tokens, IMAGE)
     media = media_of(tiles, masks)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (ours, theirs)]
-    for _ in range(20):
-        found = cross_entropy(ours(tokens, images=tiles, image_masks=masks), labels).mean
-        wanted = theirs(input_ids=tokens, labels=given, **media).loss
-        assert abs(float(found.detach() - wanted.detach())) < 1e-5 * float(wanted.detach())
-        for loss, optimizer in zip((found, wanted), optimizers):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    train_both(
+        ours,
+        theirs,
+        lambda: (
+            cross_entropy(ours(tokens, images=tiles, image_masks=masks), labels).mean,
+            theirs(input_ids=tokens, labels=given, **media).loss,
+        ),
+    )
     with torch.no_grad():
         ends = ours(tokens, images=tiles, image_masks=masks), theirs(input_ids=tokens, **media)
     assert distance(ends[0], ends[1].logits) < 1e-5
@@ -187,7 +180,7 @@ def test_a_written_folder_opens_in_transformers(name, tied, tmp_path):
         assert torch.equal(opened.eval()(input_ids=tokens, **media).logits, wanted)
 
 
-def test_a_published_file_is_read_and_what_changes_the_function_refused(tmp_path):
+def test_a_published_file_is_read_and_changes_of_the_function_rejected(tmp_path):
     """SmolVLM-256M-Instruct's file has keys of the code that trained it; transformers reads none of them."""
     theirs_of("idefics3").config.save_pretrained(tmp_path)
     hf = json.loads((tmp_path / "config.json").read_text())

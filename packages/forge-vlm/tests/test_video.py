@@ -67,7 +67,7 @@ def test_candidates_are_what_is_shown_at_each_point(fps):
     assert at_rate(times[:1], fps).tolist() == [0]
 
 
-def test_places_are_the_middles_of_parts_or_reach_both_ends():
+def test_sampled_frames_are_the_middles_of_segments_or_reach_both_ends():
     assert spread(5, 8).tolist() == [0, 1, 2, 3, 4]
     assert spread(12, 4).tolist() == [1, 4, 7, 10]
     assert spread(9, 1).tolist() == [4]
@@ -94,12 +94,12 @@ def test_places_are_the_middles_of_parts_or_reach_both_ends():
         ({"sampling": "top_k", "score": "best"}, "score", "unknown"),
     ],
 )
-def test_what_cannot_be_is_refused(options, key, code):
+def test_impossible_arguments_are_rejected(options, key, code):
     with rejects(key, options[key], code):
         VideoConfig(**options)
 
 
-def test_a_score_that_leads_nowhere_is_refused():
+def test_a_score_without_a_path_is_rejected():
     with rejects("video.score", "none:a", "import"):
         score_of("none:a")
 
@@ -158,7 +158,7 @@ def wrong(thumbnails):
     return 1.0
 
 
-def test_a_clip_that_is_shown_turned_is_turned(tmp_path):
+def test_a_clip_that_is_shown_rotated_is_rotated(tmp_path):
     """A telephone held upright: the file's matrix turns what was recorded a quarter to the right."""
     path = tmp_path / "a.mp4"
     with av.open(str(path), "w") as container:
@@ -211,7 +211,7 @@ def record_of(format, folder):
 
 
 @pytest.mark.parametrize("format", ["chat", "llava", "videos"])
-def test_a_video_is_its_frames_behind_their_times(format, tmp_path):
+def test_a_video_is_its_frames_after_their_times(format, tmp_path):
     write(tmp_path / "a.mp4", range(0, 3000, 250))
     video = {"fps": 1.0, "max_frames": 8}
     talks = VisionChatSource(record_of(format, tmp_path), format=format, video=video, **OPTIONS)
@@ -264,7 +264,7 @@ def test_questions_with_options_are_answered_by_a_letter(tmp_path):
         ({"question": "a?"}, "question", ("a?", None), "type"),
     ],
 )
-def test_wrong_questions_are_refused(row, key, value, code, tmp_path):
+def test_wrong_questions_are_rejected(row, key, value, code, tmp_path):
     write(tmp_path / "a.mp4", [0])
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.mp4", **row}))
     with rejects(key, value, code, InvalidSample, where="record 0"):

@@ -152,7 +152,7 @@ def test_unused_weights_are_an_error_unless_allowed_and_nothing_is_changed():
     assert report.unused == ("layers.7.norm.weight",)
 
 
-def test_shapes_that_do_not_fit_and_models_without_storage_are_refused():
+def test_shapes_that_do_not_fit_and_models_without_storage_are_rejected():
     text = text_model()
     wide = VLM(VLMConfig(**{**SIZES, "dim": 32}, modalities=MODALITIES))
     with rejects("embedding.weight", (64, 32), "shape", where="warm_start"):

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-from forge_ckpt._renamed import OldModules
+from forge_ckpt._renamed import OLD_MODULES
 
 if TYPE_CHECKING:
     from forge_ckpt.callbacks import lightning_callback, transformers_callback
@@ -87,4 +87,4 @@ def __dir__() -> list[str]:
 
 
 # first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
-sys.meta_path.insert(0, OldModules)
+sys.meta_path.insert(0, OLD_MODULES)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-import warnings
 from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
+
+from forge_ckpt._shared.renamed import OldModules, read_renamed
 
 #: Module of 0.1 -> module of today.
 MODULES = {
@@ -44,38 +41,9 @@ NAMES = {
     "forge_ckpt.codec": {"DEFAULT": "DEFAULT_DIGEST", "NAMES": "DIGESTS"},
     "forge_ckpt.directories": {"NAME": "LOCK"},
 }
+OLD_MODULES = OldModules(MODULES)
 
 
-class OldModules:
-    """Import finder and loader: a module path of 0.1 is the module of today, with a DeprecationWarning."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, OldModules) if name in MODULES else None  # type: ignore[arg-type]
-
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> None:
-        return None
-
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
-        new = MODULES[module.__name__]
-        warnings.warn(f"{module.__name__} is {new} now", DeprecationWarning, stacklevel=2)
-        # the import system returns what is here afterwards
-        sys.modules[module.__name__] = importlib.import_module(new)
-
-
-def renamed(owner: str) -> Callable[[str], Any]:
+def renamed(owner: str, level: int = 2) -> Callable[[str], Any]:
     """Return a module's `__getattr__` that reads its old names, with a DeprecationWarning."""
-
-    def read(name: str) -> Any:
-        new = NAMES[owner].get(name)
-        if new is None:
-            raise AttributeError(f"module {owner!r} has no attribute {name!r}")
-        module, _, attribute = f"{owner}:{new}".rpartition(":")
-        module = module.rpartition(":")[2]
-        text = f"{owner}.{name} is {module}.{attribute} now"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(module), attribute)
-
-    return read
+    return read_renamed(NAMES, owner, level)

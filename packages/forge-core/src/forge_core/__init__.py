@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from forge_core import families
-from forge_core._renamed import OldModules, renamed
+from forge_core._renamed import OLD_MODULES, renamed
 from forge_core.flops import flops_per_token, parameter_count
 from forge_core.generate import SamplingConfig, generate, generate_stream
 from forge_core.loss import LinearCrossEntropy, TokenLoss, cross_entropy, fused_cross_entropy
@@ -82,7 +82,7 @@ __all__ = [
 _LAZY = ("interp", "lora", "scaling")
 
 # first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
-sys.meta_path.insert(0, OldModules)
+sys.meta_path.insert(0, OLD_MODULES)
 _old_name = renamed(__name__, level=3)
 
 

@@ -114,7 +114,7 @@ class DataConfig:
     prefetch: int | None = None
     """steps that are read ahead, by the workers (default: 2 each), or without workers by a thread (default: 0)"""
     worker_timeout_seconds: float = 600.0
-    """a worker that gives nothing for so long is replaced as one that died; 0 waits for ever"""
+    """seconds after which a worker that gives nothing is replaced as one that died; 0 waits for ever"""
     worker_restarts: int = 3
     """workers that died or hung and are replaced, in one life of a run; the next one ends it"""
     sources: dict[str, TrainingSourceConfig] = field(dict)
@@ -122,7 +122,7 @@ class DataConfig:
     accept_change: bool = False
     """go on at the same row of other data than the checkpoint's, and record what changed; best as a flag of one
     start"""
-    temperature: float = 1.0
+    temperature: float = field(1.0, range="a finite number above 0")
     """weights of sources become weight ** (1 / temperature): above 1 they come nearer to one another"""
     phases: dict[str, PhaseConfig] = field(dict)
     """points from which rows, batches, weights or rates are others, by name"""

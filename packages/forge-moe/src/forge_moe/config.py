@@ -16,14 +16,8 @@ AMONG_TOKENS = ("expert_choice", "uniform")
 
 # Least and largest values. The largest are far above any model: a typing error fails before memory is allocated.
 _WIDTH, _COUNT = (1, 2**20), (1, 2**16)
-_RANGES = {
-    **dict.fromkeys(("dim", "hidden_dim", "shared_hidden_dim"), _WIDTH),
-    **dict.fromkeys(("num_experts", "top_k", "num_groups", "top_groups"), _COUNT),
-    "num_shared_experts": (0, 2**16),
-}
-_POSITIVE = ("route_scale", "swiglu_alpha", "swiglu_limit")
+_ABOVE_0, _FROM_0 = {"range": "finite and above 0"}, {"range": "a finite number, 0 or more"}
 _LOSS_WEIGHTS = ("aux_loss_weight", "sequence_loss_weight", "z_loss_weight")
-_NOT_NEGATIVE = (*_LOSS_WEIGHTS, "bias_update_rate")
 _GROUPS = ("num_groups", "top_groups", "group_score")
 #: Keys that have no effect with a router: a bias of an expert does not change the order of its tokens.
 _WITHOUT_EFFECT = {
@@ -36,16 +30,16 @@ _WITHOUT_EFFECT = {
 class RoutingOptions:
     """Options of routing, which `RouterConfig` and `MoEOptions` inherit."""
 
-    top_k: int = field(2, "experts per token")
+    top_k: int = field(2, "experts per token", _COUNT)
     normalize: Literal["after_top_k", "before_top_k"] = field(
         "after_top_k", "weights of the chosen experts sum to 1, or keep their value among all"
     )
-    num_groups: int = field(1, "groups of neighboring experts; 1: no limit")
-    top_groups: int = field(1, "groups that a token may choose experts from")
+    num_groups: int = field(1, "groups of neighboring experts; 1: no limit", _COUNT)
+    top_groups: int = field(1, "groups that a token may choose experts from", _COUNT)
     group_score: Literal["top2_sum", "max"] = field(
         "top2_sum", "score of a group: the sum of its two best experts' scores, or the best one"
     )
-    route_scale: float = field(1.0, "factor on the weights of the chosen experts")
+    route_scale: float = field(1.0, "factor on the weights of the chosen experts", **_ABOVE_0)
     expert_bias: bool = field(
         False, "selection bias without balancing; bias_update_rate above 0 adds one too"
     )
@@ -59,8 +53,10 @@ class RouterConfig(RoutingOptions):
     RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6)
     """
 
-    dim: int = dataclasses.field(metadata={"help": "width of a token"})
-    num_experts: int = dataclasses.field(metadata={"help": "experts to choose from"})
+    dim: int = dataclasses.field(metadata={"help": "width of a token", "between": _WIDTH})
+    num_experts: int = dataclasses.field(
+        metadata={"help": "experts to choose from", "between": _COUNT}
+    )
     name: str = field("softmax_topk", "registered router, or module:attribute")
 
     def __post_init__(self) -> None:
@@ -79,26 +75,32 @@ class MoEOptions(RoutingOptions):
     activation: Literal["swiglu", "gelu", "clamped_swiglu"] = field(
         "swiglu", "activation of the experts; clamped_swiglu is that of gpt-oss"
     )
-    swiglu_alpha: float = field(1.702, "clamped_swiglu: factor inside its sigmoid")
-    swiglu_limit: float = field(7.0, "clamped_swiglu: gate and up are clamped to it")
+    swiglu_alpha: float = field(1.702, "clamped_swiglu: factor inside its sigmoid", **_ABOVE_0)
+    swiglu_limit: float = field(
+        7.0, "clamped_swiglu: value that gate and up are clamped to", **_ABOVE_0
+    )
     bias: bool = field(False, "biases in the experts' projections")
-    num_shared_experts: int = field(0, "experts that see every token")
-    shared_hidden_dim: int | None = field(None, "width inside one shared expert; empty: hidden_dim")
+    num_shared_experts: int = field(0, "experts that see every token", (0, 2**16))
+    shared_hidden_dim: int | None = field(
+        None, "width inside one shared expert; empty: hidden_dim", _WIDTH
+    )
     shared_gate: bool = field(False, "a sigmoid of the token scales the shared output (Qwen2-MoE)")
     capacity_factor: float | None = field(
-        None, "limit on the tokens of an expert in training, over an even load; empty: drop nothing"
+        None,
+        "limit on the tokens of an expert in training, over an even load; empty: drop nothing",
+        range="a finite number above 0",
     )
     drop_policy: Literal["position", "probability"] = field(
         "position", "tokens that a full expert keeps: earlier ones, or those with larger weights"
     )
-    aux_loss_weight: float = field(0.0, "weight of the balance loss")
+    aux_loss_weight: float = field(0.0, "weight of the balance loss", **_FROM_0)
     aux_scope: Literal["sequence", "micro_batch", "global_batch", "global_batch_lagged"] = field(
         "micro_batch",
         "tokens whose choices the balance loss counts; micro_batch and global_batch depend on micro-batches and ranks",
     )
-    sequence_loss_weight: float = field(0.0, "weight of DeepSeek-V3's loss per sequence")
-    z_loss_weight: float = field(0.0, "weight of the squared log-sum-exp of the logits")
-    bias_update_rate: float = field(0.0, "step of the loss-free bias; 0: no bias")
+    sequence_loss_weight: float = field(0.0, "weight of DeepSeek-V3's loss per sequence", **_FROM_0)
+    z_loss_weight: float = field(0.0, "weight of the squared log-sum-exp of the logits", **_FROM_0)
+    bias_update_rate: float = field(0.0, "step of the loss-free bias; 0: no bias", **_FROM_0)
     bias_center: bool = field(False, "keep the mean of the bias at 0")
     bias_schedule: Literal["constant", "cosine", "linear_warmup"] = field(
         "constant", "schedule of bias_update_rate over training"
@@ -127,9 +129,11 @@ class MoEConfig(MoEOptions):
         MoEConfig(dim=512, hidden_dim=1024, num_experts=8, top_k=2)
     """
 
-    dim: int = dataclasses.field(metadata={"help": "width of a token"})
-    hidden_dim: int = dataclasses.field(metadata={"help": "width inside one expert"})
-    num_experts: int = dataclasses.field(metadata={"help": "routed experts"})
+    dim: int = dataclasses.field(metadata={"help": "width of a token", "between": _WIDTH})
+    hidden_dim: int = dataclasses.field(
+        metadata={"help": "width inside one expert", "between": _WIDTH}
+    )
+    num_experts: int = dataclasses.field(metadata={"help": "routed experts", "between": _COUNT})
     aux: Literal["return", "attach", "none"] = dataclasses.field(
         default="return",
         kw_only=True,
@@ -175,21 +179,21 @@ def _type_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
 
 def _value_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
     """A problem for each field that is out of its range, or not a value of its Literal."""
-    for name, annotation in get_type_hints(type(config)).items():
-        value = getattr(config, name)
+    hints = get_type_hints(type(config))
+    for name, annotation, given in ((f.name, hints[f.name], f.metadata) for f in fields(config)):
+        value, between, kind = getattr(config, name), given.get("between"), given.get("range")
 
-        if name in _RANGES and value is not None:
-            low, high = _RANGES[name]
+        if between and value is not None:
+            low, high = between
             if not low <= value <= high:
                 rule = f"must be {low} to {high}"
                 yield Problem(name, "range", value, rule, "use a number in that range")
-        elif name in _POSITIVE and not 0.0 < value < math.inf:
+        elif kind == _ABOVE_0["range"] and not 0.0 < value < math.inf:
             fix = f"use {getattr(type(config), name)}"
-            yield Problem(name, "range", value, "must be finite and above 0", fix)
+            yield Problem(name, "range", value, f"must be {kind}", fix)
         # NaN compares false, so it is out of every range.
-        elif name in _NOT_NEGATIVE and not 0.0 <= value < math.inf:
-            rule = "must be a finite number, 0 or more"
-            yield Problem(name, "range", value, rule, "use 0 to switch it off")
+        elif kind == _FROM_0["range"] and not 0.0 <= value < math.inf:
+            yield Problem(name, "range", value, f"must be {kind}", "use 0 to switch it off")
         elif get_origin(annotation) is Literal and value not in get_args(annotation):
             fix = f"use one of {', '.join(get_args(annotation))}"
             yield Problem(name, "unknown", value, "is unknown", fix)

@@ -129,7 +129,8 @@ class ParallelConfig:
         "dualpipev",
     ] = field("1f1b", "order of the micro-batches in the pipeline")
     pp_stages_per_rank: int | None = field(
-        None, "pieces of the model on each pipeline rank (default: 1, or 2 where the schedule has several)"
+        None, "pieces of the model on each pipeline rank (default: 1, or 2 where the schedule has several)",
+        range="those of pp_schedule; interleaved: 2 or more",
     )  # fmt: skip
     ep: int = field(
         1, "ranks that share the experts of a mixture; they also read data of their own"
@@ -167,8 +168,10 @@ class ParallelConfig:
         "keep weights, gradients and moments in host memory; the update runs there, and each micro-batch after "
         "the first waits once per parameter",
     )
-    timeout_seconds: float = field(600.0, "how long a collective may take before the run fails")
-    start_timeout_seconds: float = field(300.0, "how long ranks wait for each other at the start")
+    timeout_seconds: float = field(600.0, "seconds that a collective may take before the run fails")
+    start_timeout_seconds: float = field(
+        300.0, "seconds that ranks wait for each other at the start"
+    )
 
     def __post_init__(self) -> None:
         raise_problems("parallel", _problems(self))

@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from forge_resilience._renamed import OldModules
+from forge_resilience._renamed import OLD_MODULES
 from forge_resilience.agreement import Agreement, Decision, PendingDecision, Vote
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.journal import Journal, read_events
@@ -47,7 +47,7 @@ _LATE = {
 }
 
 # first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
-sys.meta_path.insert(0, OldModules)
+sys.meta_path.insert(0, OLD_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -57,7 +57,7 @@ class AlertsConfig(Checked):
     )
     """names of the events of events.jsonl"""
     timeout_seconds: float = field(10.0, between=(0, 600), positive=True)
-    """a command that takes longer is killed, a webhook given up"""
+    """seconds after which a command is killed and a webhook given up"""
     attempts: int = field(3, between=(1, 100))
     """attempts for each event"""
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from importlib.machinery import ModuleSpec
-from operator import attrgetter
-from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
+
+from forge_vlm._shared.renamed import OldModules, read_renamed
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -149,39 +147,9 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 
-class OldModules:
-    """Import finder and loader: a module path of 0.1 is the module of today, with a DeprecationWarning."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, OldModules) if name in MODULES else None  # type: ignore[arg-type]
-
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> None:
-        return None
-
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
-        new = MODULES[module.__name__]
-        warnings.warn(f"{module.__name__} is {new} now", DeprecationWarning, stacklevel=2)
-        # the import system returns what is here afterwards
-        sys.modules[module.__name__] = importlib.import_module(new)
-
-
-def renamed(owner: str) -> Callable[[str], Any]:
+def renamed(owner: str, level: int = 2) -> Callable[[str], Any]:
     """Return a module's `__getattr__` that reads its old names, with a DeprecationWarning."""
-
-    def read(name: str) -> Any:
-        new = NAMES[owner].get(name)
-        if new is None:
-            raise AttributeError(f"module {owner!r} has no attribute {name!r}")
-        module, _, attribute = f"{owner}:{new}".rpartition(":")
-        module = module.rpartition(":")[2]
-        text = f"{owner}.{name} is {module}.{attribute} now"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return attrgetter(attribute)(importlib.import_module(module))
-
-    return read
+    return read_renamed(NAMES, owner, level)
 
 
 def renamed_keyword(**names: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
@@ -203,4 +171,4 @@ def renamed_keyword(**names: str) -> Callable[[Callable[_P, _T]], Callable[_P, _
 
 
 # first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
-sys.meta_path.insert(0, OldModules())
+sys.meta_path.insert(0, OldModules(MODULES))

@@ -87,8 +87,8 @@ class VLMConfig(TransformerConfig):
     """ids from vocab_size on that are embedded and never predicted (Llama 3.2 Vision: 8)"""
     images_per_row: int = 1
     """images of a sequence, as plans and FLOPs (MFU) count them; rows may have any number"""
-    pixels_per_image: int | None = None
-    """their size as it is counted, where the encoder takes any; empty: 512 * 512, of packed_vit image_size *
+    pixels_per_image: int | None = field(None, range="a whole number from 1 to 268435456")
+    """their size in pixels, as it is counted, where the encoder takes any; empty: 512 * 512, of packed_vit image_size *
     image_size"""
     positions: Literal["sequential", "text_preserving", "mrope"] = "sequential"
     """positions of an image's tokens: sequential, text_preserving, or mrope"""

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-WORDS = "the sky is blue, what colour has it? think about light. grass green yes no " * 8
+WORDS = "the sky is blue, what color has it? think about light. grass green yes no " * 8
 SPECIALS = ["<|end|>", "<|im_start|>", "<|im_end|>", "<|head|>", "<|/head|>", "<|stop|>"]
 
 #: Roles between two special tokens.
@@ -58,26 +58,26 @@ def save_tokenizer(folder: Path, template: str | None = CHATML, **options: Any) 
     return tokenizer
 
 
-def say(role: str, content: Any, **more: Any) -> dict[str, Any]:
+def chat_message(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def talk(*parts: str) -> list[dict[str, Any]]:
+def dialog(*parts: str) -> list[dict[str, Any]]:
     """Messages of the user and the assistant in turn."""
-    return [say(("user", "assistant")[i % 2], part) for i, part in enumerate(parts)]
+    return [chat_message(("user", "assistant")[i % 2], part) for i, part in enumerate(parts)]
 
 
-TALKS = [
-    talk("what colour has the sky?", "the sky is blue"),
+DIALOGS = [
+    dialog("what color has the sky?", "the sky is blue"),
     [
-        say("system", "be short."),
-        *talk("is grass green?", " yes ", "and the sky?", "no, blue \U0001f600"),
+        chat_message("system", "be short."),
+        *dialog("is grass green?", " yes ", "and the sky?", "no, blue \U0001f600"),
     ],
-    talk("think", "about light.\n\nyes", "no?", "", "what", "grass\n"),
+    dialog("think", "about light.\n\nyes", "no?", "", "what", "grass\n"),
 ]
 
 
-def write_talks(path: Path, talks: list[Any] = TALKS) -> Path:
-    records = [t if isinstance(t, dict) else {"messages": t} for t in talks]
+def write_dialogs(path: Path, dialogs: list[Any] = DIALOGS) -> Path:
+    records = [t if isinstance(t, dict) else {"messages": t} for t in dialogs]
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
     return path

@@ -60,7 +60,7 @@ def by_rank(vocab_size: int) -> Bigram:
     return model
 
 
-def by_chance(vocab_size: int) -> Bigram:
+def random_weights(vocab_size: int) -> Bigram:
     """A builder with generators of its own choice."""
     model = Bigram(vocab_size, 8)
     with torch.no_grad():

@@ -14,7 +14,7 @@ check: Any = importlib.import_module("forge_resilience.health.check")
 
 
 @contextlib.contextmanager
-def wrong_products(is_wrong: Callable[[], bool]) -> Iterator[list[Any]]:
+def wrong_results(is_wrong: Callable[[], bool]) -> Iterator[list[Any]]:
     """Health checks of this process find a broken device while `is_wrong()`; how they were asked is appended to the list."""
     asked: list[Any] = []
     kept = check.known_answer, check.memory_patterns, check.arrived

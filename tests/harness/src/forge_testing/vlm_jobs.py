@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from forge_testing.pictures import IMAGE, SIDE
+from forge_testing.squares import IMAGE, SIDE
 from forge_train import Callback
 
 VLM_JOB = f"""
@@ -33,7 +33,7 @@ first_id = {IMAGE}
 [data]
 seq_len = 8
 [data.sources.squares]
-name = "forge_testing.pictures:Squares"
+name = "forge_testing.squares:Squares"
 [train]
 steps = 6
 global_batch = 12

@@ -143,7 +143,7 @@ class LoRASection(Checked):
 
     rank: int = 0
     """rank of the adapters; 0: none, all weights are trained"""
-    alpha: float = LoRAConfig.alpha
+    alpha: float = field(LoRAConfig.alpha, range="a finite number above 0")
     """an adapter's output is multiplied by alpha / rank"""
     patterns: tuple[str, ...] = LoRAConfig().patterns
     """names of linear layers that get an adapter, as in fnmatch"""

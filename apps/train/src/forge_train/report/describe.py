@@ -1,4 +1,4 @@
-"""Every key with its type, default and meaning: for help, `explain` and the documentation page."""
+"""Every key with its type, range, default and meaning: for help, `explain` and the documentation page."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse_from_object
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from forge_train._shared.problems import invalid
+from forge_train._shared.problems import invalid, problems_of
 from forge_train._shared.toml_files import flatten
 from forge_train.build.resolve import ResolvedJob
 from forge_train.config.model import BUILT_IN_MODELS
-from forge_train.config.structure import dotted_fields, section_types, type_name
+from forge_train.config.structure import dotted_fields, is_union, key_of, section_types, type_name
 from forge_train.errors import ConfigError
 
 
@@ -26,6 +26,7 @@ class KeyRow(NamedTuple):
     type: str
     default: str
     meaning: str
+    range: str
 
 
 def key_rows() -> Iterator[KeyRow]:
@@ -36,7 +37,13 @@ def key_rows() -> Iterator[KeyRow]:
         for key, kind, item, cls in (row for t in tables for row in dotted_fields(t, section)):
             if key not in seen:
                 seen.add(key)
-                yield KeyRow(key, type_name(kind), _default(item), help_of(item, cls))
+                yield KeyRow(
+                    key,
+                    type_name(kind),
+                    _default(item),
+                    help_of(item, cls),
+                    _range(kind, item, cls),
+                )
 
 
 def print_keys(prefix: str, console: Console, values: Mapping[str, Any] | None = None) -> int:
@@ -51,7 +58,8 @@ def print_keys(prefix: str, console: Console, values: Mapping[str, Any] | None =
         raise invalid("PREFIX", "unknown", prefix, "begins no key", fix, kind=ConfigError)
     for one in found:
         default = given.get(one.key, one.default)
-        about = f"  {one.key}  ({one.type}; default {default})"
+        kind = f"{one.type}, {one.range}" if one.range else one.type
+        about = f"  {one.key}  ({kind}; default {default})"
         console.print(about, highlight=False, markup=False)
         console.print(Padding(one.meaning, (0, 0, 0, 6)), highlight=False, markup=False)
     return 0
@@ -77,9 +85,10 @@ def print_explanation(job: ResolvedJob, console: Console, changed: bool = False)
 
 def keys_as_markdown() -> str:
     """The table of docs/configuration.md."""
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines = ["| key | type | range | default | meaning |", "|---|---|---|---|---|"]
     for row in key_rows():
-        cells = [f"`{row.key}`", row.type, f"`{row.default}`" if row.default else "", row.meaning]
+        default = f"`{row.default}`" if row.default else ""
+        cells = [f"`{row.key}`", row.type, row.range, default, row.meaning]
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -96,6 +105,37 @@ def help_of(item: dataclasses.Field[Any], cls: type) -> str:
 def _texts_of(cls: type) -> dict[str, str]:
     """The texts below the fields that a class declares; parses its file."""
     return {param.arg_name: param.description or "" for param in parse_from_object(cls).params}
+
+
+#: A number below the range of every key that has one.
+_BELOW = -(10**30)
+_RANGE_CODES = ("range", "size", "finite")
+
+
+def _range(kind: Any, item: dataclasses.Field, cls: type) -> str:
+    """The range of a number: that of its field, or the rule by which its class rejects a number far below.
+
+    Empty for other types.
+    """
+    numbers = [k for k in (get_args(kind) if is_union(kind) else (kind,)) if k in (int, float)]
+    if not numbers:
+        return ""
+    if "range" in item.metadata:
+        return str(item.metadata["range"])
+
+    hints, absent = get_type_hints(cls), (dataclasses.MISSING, dataclasses.MISSING)
+    required = [f.name for f in dataclasses.fields(cls) if (f.default, f.default_factory) == absent]
+    given = {
+        key: 1 if hints[key] is int else (get_origin(hints[key]) or hints[key])()
+        for key in required
+    }
+    try:
+        cls(**{**given, item.name: numbers[0](_BELOW)})
+    except ValueError as error:
+        for problem in problems_of(error):
+            if problem.key.rpartition(".")[2] == key_of(item.name) and problem.code in _RANGE_CODES:
+                return problem.rule.removeprefix("must be ")
+    return ""
 
 
 def _default(item: dataclasses.Field) -> str:

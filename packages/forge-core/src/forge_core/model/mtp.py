@@ -36,7 +36,7 @@ class MTPConfig:
     )
     weight: float = field(
         0.3,
-        "of the mean of their losses, next to the loss of the next token and with its normalizer",
+        "weight of the mean of their losses, next to the loss of the next token and with its normalizer",
     )
 
     def __post_init__(self) -> None:

@@ -48,9 +48,13 @@ class RopeScaling:
 
     factor: float = field(8.0, "how much the longest wavelengths are stretched")
     low_freq_factor: float = field(1.0, "wavelengths over original_max_position / this: stretched")
-    high_freq_factor: float = field(4.0, "wavelengths under original_max_position / this: kept")
+    high_freq_factor: float = field(
+        4.0, "wavelengths under original_max_position / this: kept", range="above low_freq_factor"
+    )
     original_max_position: int = field(8192, "context length before stretching, in tokens")
-    beta_fast: float = field(32.0, "yarn: pairs that rotate more often in that context stay")
+    beta_fast: float = field(
+        32.0, "yarn: pairs that rotate more often in that context stay", range="at least beta_slow"
+    )
     beta_slow: float = field(1.0, "yarn: pairs that rotate less often in that context are slowed")
     mscale: float | None = field(None, "yarn: growth of cosines and sines; with mscale_all_dim")
     mscale_all_dim: float | None = field(

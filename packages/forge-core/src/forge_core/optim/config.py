@@ -53,7 +53,8 @@ class OptimizerGroupConfig:
         1.0, "times optimizer.lr and the schedule; 0 freezes: no gradient, no decay, no change"
     )
     weight_decay: float | None = field(
-        None, "of all parameters of the group (default: optimizer.weight_decay, of matrices alone)"
+        None,
+        "decoupled weight decay, times lr, of all parameters of the group (default: optimizer.weight_decay, of matrices only)",
     )
     muon: bool | None = field(
         None,
@@ -245,7 +246,7 @@ def _group_problems(c: OptimizerGroupConfig) -> Iterator[Problem]:
 def _weight_decay_problems(value: float) -> Iterator[Problem]:
     if not 0.0 <= value < math.inf:
         fix = "use 0.1, or 0 to switch it off"
-        yield Problem("weight_decay", "range", value, "must not be negative", fix)
+        yield Problem("weight_decay", "range", value, "must be at least 0", fix)
 
 
 def _optimizer_problems(c: OptimizerConfig) -> Iterator[Problem]:
@@ -335,7 +336,7 @@ def _schedule_problems(c: ScheduleConfig) -> Iterator[Problem]:
         fix = "use cosine, constant or an import path module:attr"
         yield Problem("name", "missing", c.name, "must not be empty", fix)
     if c.warmup_steps < 0:
-        yield Problem("warmup_steps", "range", c.warmup_steps, "must not be negative", "use 0")
+        yield Problem("warmup_steps", "range", c.warmup_steps, "must be at least 0", "use 0")
     if not 0.0 <= c.min_lr_ratio <= 1.0:
         yield Problem("min_lr_ratio", "range", c.min_lr_ratio, "must be in [0, 1]", "use 0.1")
     if c.name == "none" and c.warmup_steps > 0:

@@ -50,11 +50,11 @@ class OrchestratorConfig(Checked):
 
     wait_seconds: float = field(
         600.0,
-        "the largest size that starts within this is taken; else the one that starts first",
+        "seconds to wait: the largest size that starts within them is taken, else the one that starts first",
         (0, 10**7),
     )
     grow_after_seconds: float = field(
-        900.0, "nodes that a larger size needs must be free for so long", (0, 10**7)
+        900.0, "seconds that the nodes of a larger size must be free", (0, 10**7)
     )
     max_resizes_per_hour: int = field(
         2,
@@ -62,10 +62,14 @@ class OrchestratorConfig(Checked):
         (0, 60),
     )
     poll_seconds: float = field(30.0, "seconds between looks at the queue", (0.1, 3600))
-    partition: str | None = None
-    """partition of the small job that orchestrates (default: that of the job)"""
-    time_limit: int | str | None = None
-    """limit of one attempt of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"""
+    partition: str | None = field(
+        None, "partition of the small job that orchestrates (default: that of the job)"
+    )
+    time_limit: int | str | None = field(
+        None,
+        "limit of one attempt of it: minutes or 'D-HH:MM:SS' (default: that of the partition)",
+        range="at least 1 minute",
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class SlurmConfig(Checked):
     Usage: `SlurmConfig(nodes=4, gpus_per_node=8, time_limit="12:00:00", partition="gpu")`.
     """
 
-    nodes: int | str = 1
+    nodes: int | str = field(1, range="at least 1")
     """nodes of the job: 4, or a range '3-4' of which Slurm gives what is free"""
     tasks_per_node: int | None = field(None, between=_FROM_1)
     """ranks on each node (default: gpus_per_node, or 1 without)"""
@@ -89,7 +93,7 @@ class SlurmConfig(Checked):
     """cores of each rank, also its OMP_NUM_THREADS"""
     memory: str | None = None
     """host memory of each node, as sbatch --mem takes it: '200G', or '0' for all"""
-    time_limit: int | str | None = None
+    time_limit: int | str | None = field(None, range="at least 1 minute")
     """limit of one attempt: minutes or 'D-HH:MM:SS' (default: that of the partition)"""
     partition: str | None = None
     """partition of the job (default: that of the site)"""

@@ -32,6 +32,9 @@ class MLPConfig:
     bias: bool = True
     """both layers have a bias"""
 
+    def __post_init__(self) -> None:
+        raise_problems("mlp", size_problems(self, {"hidden_dim": 2**20}))
+
 
 @dataclass(frozen=True)
 class PixelShuffleConfig:

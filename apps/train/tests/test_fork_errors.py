@@ -108,7 +108,7 @@ def case(place: str, key: str, value: Any, code: str, **overrides: Any) -> Any:
         case("hf", "init.patterns", "heads.*", "unmatched", init__patterns=["*", "heads.*"]),
     ],
 )
-def test_refusals(
+def test_invalid_arguments_are_rejected(
     tmp_path: Path,
     places: dict[str, str],
     place: str,
@@ -145,7 +145,7 @@ def test_keys_without_a_source(
 @pytest.mark.parametrize(
     "other", [{"data__seed": 7}, {"run__seed": 7}, {"data__seq_len": 16}], ids=str
 )
-def test_other_data_is_refused_with_what_differs(
+def test_other_data_is_rejected_with_what_differs(
     tmp_path: Path, places: dict[str, str], other: dict[str, int]
 ) -> None:
     length = ["packing.plan", "packing.seq_len"]
@@ -156,7 +156,7 @@ def test_other_data_is_refused_with_what_differs(
     build(tmp_path, init__from=places["run"], init__keep=MOMENTS, **other)  # begins its own
 
 
-def test_weights_alone_of_another_parametrization_are_taken_and_said(
+def test_weights_of_another_parametrization_load_with_a_warning(
     tmp_path: Path, places: dict[str, str]
 ) -> None:
     trainer = build(tmp_path, init__from=places["run"], model__parametrization="mup")
@@ -166,7 +166,7 @@ def test_weights_alone_of_another_parametrization_are_taken_and_said(
     assert any("model.parametrization" in line for line in fork.lines())
 
 
-def test_moments_of_another_base_of_mup_are_refused(tmp_path: Path) -> None:
+def test_moments_of_another_base_of_mup_are_rejected(tmp_path: Path) -> None:
     """Gradients of another multiplier of the logits are of another size."""
     mup: dict[str, Any] = {"model__parametrization": "mup", "train__steps": 2}
     build(tmp_path / "parent", **mup, checkpoint__every_steps=2).fit()

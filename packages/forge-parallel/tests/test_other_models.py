@@ -67,7 +67,7 @@ def test_green(kind: str, cell: str) -> None:
 
 @pytest.mark.slow
 @OWN_RANKS
-def test_a_filling_that_a_softcap_would_count_is_refused() -> None:
+def test_a_filling_that_a_softcap_would_count_is_rejected() -> None:
     def odd() -> Any:
         return build("Gemma2", vocab_size=VOCAB + 1, final_logit_softcapping=1.0)
 

@@ -51,7 +51,7 @@ def warm() -> Iterator[WarmProcess]:
     ],
     ids=["not TOML", "a mistake in a table", "help"],  # prose: the name of a case
 )
-def test_a_refusal_and_help_import_nothing_heavy(
+def test_errors_and_help_import_nothing_heavy(
     tmp_path: Path, text: str, flag: str, more: set[str]
 ) -> None:
     job = tmp_path / "job.toml"
@@ -63,7 +63,7 @@ def test_a_refusal_and_help_import_nothing_heavy(
 
 
 @pytest.mark.slow
-def test_a_run_directory_in_use_is_refused_and_the_first_run_goes_on(
+def test_a_run_directory_in_use_is_rejected_and_the_first_run_goes_on(
     tmp_path: Path, warm: WarmProcess
 ) -> None:
     job = write_job(tmp_path)

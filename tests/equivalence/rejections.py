@@ -46,7 +46,7 @@ _BARE = {"bare": True}
 _TIED = {"tie_embeddings": True}
 _PICTURES = {"pictures": "joint_decoder"}
 _CROSS = {"pictures": "cross_attention"}
-REFUSALS = {
+REJECTIONS = {
     "cpu_offload x tp": Refusal(2, {"tp": 2, "cpu_offload": True}, ("cpu_offload", "excludes")),
     "cpu_offload x pp": Refusal(2, {**_PP, "cpu_offload": True}, ("cpu_offload", "excludes")),
     "cpu_offload x cp": Refusal(2, {"cp": 2, "cpu_offload": True}, ("cpu_offload", "excludes")),
@@ -84,16 +84,16 @@ REFUSALS = {
 }  # fmt: skip
 
 
-def refused(name: str) -> tuple[str, str, str]:
+def rejection(name: str) -> tuple[str, str, str]:
     """Key, code and text of the first problem on the refusal's ranks; empty if there is none."""
-    key, code, text = run_on_ranks(REFUSALS[name].world, first_problem, name)[0]
+    key, code, text = run_on_ranks(REJECTIONS[name].world, first_problem, name)[0]
     return key, code, text
 
 
 def first_problem(name: str) -> tuple[str, str, str]:
-    """On a rank: as `refused`."""
+    """On a rank: as `rejection`."""
     try:
-        _prepare(REFUSALS[name])
+        _prepare(REJECTIONS[name])
     except ValueError as error:
         problem = error.problems[0]  # type: ignore[attr-defined]
         return problem.key, problem.code, str(error)

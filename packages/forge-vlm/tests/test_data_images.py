@@ -116,14 +116,14 @@ def test_damage_under_tiles(corrupt, tmp_path):
     assert numbers == ([["1", "3"]] if corrupt == "skip" else [])
 
 
-def test_a_picture_that_changes_is_not_read_as_the_one_before(tmp_path):
+def test_an_image_that_changes_is_read_again(tmp_path):
     source = talks(tmp_path, resolution=TILES, tokens_per_tile=4, pack=False)
     noise(24, 80).save(tmp_path / "24.png")
     with rejects("sample", code="changed", kind=InvalidSample):
         source.stream(1200).arrays(np.arange(3))
 
 
-def test_pictures_stand_upright(tmp_path):
+def test_images_are_rotated_upright(tmp_path):
     """A camera says in EXIF how it was held, and a processor turns its picture."""
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -138,7 +138,7 @@ def test_pictures_stand_upright(tmp_path):
     )
 
 
-def test_headers_alone_say_how_long_a_sample_is(tmp_path, monkeypatch):
+def test_headers_are_enough_for_the_length_of_a_sample(tmp_path, monkeypatch):
     talks(tmp_path, resolution=TILES, tokens_per_tile=4)
 
     def load(image):

@@ -105,7 +105,7 @@ def refused() -> None:
         load_full_state(wrapped, build(1).state_dict())
 
 
-def test_what_does_not_fit_is_listed_and_nothing_changes() -> None:
+def test_mismatched_keys_are_listed_and_nothing_changes() -> None:
     run_on_ranks(2, refused)
 
 
@@ -117,11 +117,11 @@ def loaded() -> bool:
     return all(torch.equal(_full(state[n]), value) for n, value in whole.state_dict().items())
 
 
-def test_a_whole_state_goes_into_experts_on_ranks() -> None:
+def test_a_full_state_goes_into_experts_on_ranks() -> None:
     assert all(run_on_ranks(2, loaded))
 
 
-def test_a_whole_state_goes_into_a_model_on_one_process_and_not_onto_meta() -> None:
+def test_a_full_state_goes_into_a_model_on_one_process_and_not_onto_meta() -> None:
     model, whole = build(), build(1).state_dict()
     load_full_state(model, whole)
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())

@@ -58,7 +58,7 @@ def test_long_rows_and_other_keys_are_drawn(tmp_path):
     assert {"cat", "·model"} <= {*texts(tmp_path / "x.svg")}
 
 
-def test_the_heads_of_a_picture_have_one_scale_of_colors(tmp_path, monkeypatch):
+def test_the_heads_of_a_plot_have_one_scale_of_colors(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: drawn.append(figure))
     values = torch.tensor([0.25, 1.0, 0.5])[:, None, None].expand(3, 2, 2)
@@ -70,7 +70,7 @@ def test_the_heads_of_a_picture_have_one_scale_of_colors(tmp_path, monkeypatch):
     )
 
 
-def test_wrong_shapes_labels_and_names_are_refused(tmp_path):
+def test_wrong_shapes_labels_and_names_are_rejected(tmp_path):
     with rejects("weights", (1, *weights().shape), "shape"):
         draw_attention(weights()[None], tmp_path / "a.png")
     with rejects("labels", 2, "length"):

@@ -15,7 +15,7 @@ from forge_train import read_run
 
 pytestmark = pytest.mark.lane("test")
 
-LAB = Path(__file__).parent / "somebodys_lab"
+LAB = Path(__file__).parent / "example_lab"
 PARTS = """
 [model.mixer_options]
 half_life = 3.0
@@ -38,7 +38,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "pip", "-q", "install", *offline, "--target", target, source]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert list(target.glob("somebodys_lab-1.0.dist-info/entry_points.txt"))
+    assert list(target.glob("example_lab-1.0.dist-info/entry_points.txt"))
     return target
 
 
@@ -109,7 +109,7 @@ def test_each_part_is_one_short_file(capsys: pytest.CaptureFixture[str]) -> None
     kinds = ("model", "mixer", "source", "objective", "schedule", "optimizer", "sink", "callback")
     assert {f"{kind}.py" for kind in kinds} <= lines.keys()
     assert max(lines.values()) < 60
-    hooks = LAB / "somebodys_lab/callback.py"  # derives from ours
+    hooks = LAB / "example_lab/callback.py"  # derives from ours
     assert not [p for p in LAB.glob("*/*.py") if "forge" in p.read_text() and p != hooks]
 
 
@@ -158,7 +158,7 @@ def test_a_family_a_source_an_objective_a_callback_and_a_sink_train_and_resume(
 
 
 @pytest.mark.slow
-def test_wrong_names_and_options_of_these_are_refused(installed: Path, tmp_path: Path) -> None:
+def test_wrong_names_and_options_of_these_are_rejected(installed: Path, tmp_path: Path) -> None:
     job, right = job_with_family(tmp_path), job_with_family(tmp_path).read_text()
     for before, after, *words in (
         ("dim = 16", "width = 16", "neighbours(vocab_size=..., **args)"),
@@ -181,7 +181,7 @@ def test_wrong_names_and_options_of_these_are_refused(installed: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["options", "not installed"])
-def test_what_does_not_fit_is_refused_before_a_run_exists(
+def test_mismatched_parts_are_rejected_before_a_run_exists(
     installed: Path, tmp_path: Path, case: str
 ) -> None:
     job = job_with_parts(tmp_path)

@@ -12,15 +12,15 @@ from forge_data import Ragged
 from forge_vlm.vision import Features
 
 SIDE, PATCHES = 8, 4
-#: Ids: 0 ends a row, 1 asks, 2 is the placeholder, 3 to 6 are colours.
-END, ASK, IMAGE, FIRST_COLOUR = 0, 1, 2, 3
-_COLOURS = np.array([(230, 30, 30), (30, 200, 30), (40, 60, 240), (240, 230, 40)], np.uint8)
+#: Ids: 0 ends a row, 1 asks, 2 is the placeholder, 3 to 6 are colors.
+END, ASK, IMAGE, FIRST_COLOR = 0, 1, 2, 3
+_COLORS = np.array([(230, 30, 30), (30, 200, 30), (40, 60, 240), (240, 230, 40)], np.uint8)
 
 
 class Squares:
-    """Rows `<image> x 4, ask, colour, end`, of which only answers are learnt.
+    """Rows `<image> x 4, ask, color, end`, of which only answers are trained.
 
-    text: of each `group` rows, so many at the end have no image. seen: pictures show their square. axes: of the positions. places: of each image.
+    text: of each `group` rows, so many at the end have no image. seen: images show their square. axes: of the positions. places: placeholder tokens of each image.
     """
 
     vocab_size, max_token_id = 16, 15
@@ -47,7 +47,7 @@ class Squares:
 
 
 class SquareRows:
-    """The rows of `Squares`: instance i is drawn from (seed, i)."""
+    """The rows of `Squares`: sample i is drawn from (seed, i)."""
 
     def __init__(self, source: Squares, seq_len: int, seed: int) -> None:
         self.source, self.seq_len, self.seed = source, seq_len, seed
@@ -69,10 +69,10 @@ class SquareRows:
 
     def _row(self, i: int) -> dict[str, np.ndarray]:
         random = np.random.default_rng([self.seed, self.source.first + i])
-        colour = int(random.integers(len(_COLOURS)))
+        color = int(random.integers(len(_COLORS)))
         shown = i % self.source.group < self.source.group - self.source.text
         question = [*[IMAGE] * self.source.places * shown, ASK]
-        line = np.array([*question, FIRST_COLOUR + colour, END], np.int64)
+        line = np.array([*question, FIRST_COLOR + color, END], np.int64)
         tokens = np.full(self.seq_len, END)
         labels = np.full(self.seq_len, -100)
         documents = np.full(self.seq_len, -1)
@@ -87,19 +87,19 @@ class SquareRows:
             if self.source.axes == 1
             else np.stack([places, 2 * places, 3 * places]),
             "document_ids": documents,
-            "images": self._picture(random, colour)[None][:shown],
+            "images": self._image(random, color)[None][:shown],
         }
 
-    def _picture(self, random: np.random.Generator, colour: int) -> np.ndarray:
+    def _image(self, random: np.random.Generator, color: int) -> np.ndarray:
         canvas = np.full((SIDE, SIDE, 3), 20, np.uint8)
         row, column = random.integers(0, SIDE - 4, 2)
         if self.source.seen:
-            canvas[row : row + 4, column : column + 4] = _COLOURS[colour]
+            canvas[row : row + 4, column : column + 4] = _COLORS[color]
         return np.ascontiguousarray(canvas.transpose(2, 0, 1))
 
 
-class Flat(nn.Module):
-    """An encoder of somebody's own: one linear layer on each quarter of a picture."""
+class FlatEncoder(nn.Module):
+    """An encoder with code of its own: one linear layer on each quarter of an image."""
 
     extra_inputs = ("images",)
 
@@ -119,8 +119,8 @@ class Flat(nn.Module):
         }
 
 
-class Scaled(nn.Module):
-    """An adapter of somebody's own: a linear layer times a factor."""
+class ScaledAdapter(nn.Module):
+    """An adapter with code of its own: a linear layer times a factor."""
 
     def __init__(self, config: Any, width: int, dim: int, factor: float = 1.0) -> None:
         super().__init__()

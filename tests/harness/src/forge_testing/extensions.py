@@ -17,7 +17,7 @@ from forge_train import Callback
 
 
 class RunningMean(nn.Module):
-    """A mixer that tells each token the mean of its row so far."""
+    """A mixer that gives each token the mean of its sequence so far."""
 
     def __init__(self, config: Any, layer: int, gain: float = 1.0) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Buffered(RunningMean):
         self.register_buffer("decay", torch.ones(3))
 
 
-class Silent(nn.Linear):
-    """A feed-forward that does not say what it costs."""
+class FeedForwardWithoutFlops(nn.Linear):
+    """A feed-forward without `flops_per_token`."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config.dim, config.dim)
@@ -70,7 +70,7 @@ class PowerOfReLU(FeedForward):
         return down
 
 
-class SideBySide(Block):
+class ParallelBlock(Block):
     """Both sublayers read the same stream (GPT-J)."""
 
     def __init__(
@@ -84,17 +84,17 @@ class SideBySide(Block):
         return x + self.weight * (mixed + self.feed_forward(self.feed_forward_norm(x), ctx))
 
 
-def sees_itself(ctx: Any, queries: Tensor, keys: Tensor) -> Tensor:
-    """A mask that shows each token itself alone."""
+def self_only(ctx: Any, queries: Tensor, keys: Tensor) -> Tensor:
+    """A mask under which each token attends only to itself."""
     return (queries[:, None] == keys)[None]
 
 
-def slower(frequencies: Tensor, scaling: Any, by: float = 2.0) -> Tensor:
+def scaled_frequencies(frequencies: Tensor, scaling: Any, by: float = 2.0) -> Tensor:
     """All rotary frequencies divided by a number."""
     return frequencies / by
 
 
-def staircase(config: Any, total_steps: int, *, height: float) -> Callable[[int], float]:
+def half_way(config: Any, total_steps: int, *, height: float) -> Callable[[int], float]:
     """A schedule that is multiplied by `height` half way."""
     return lambda step: height if 2 * step > total_steps else 1.0
 
@@ -116,8 +116,8 @@ def smoothed(model: nn.Module, batch: Any, *, smoothing: float = 0.5) -> dict[st
     return {"loss": F.cross_entropy(flat, labels, reduction="sum", label_smoothing=smoothing)}
 
 
-class Pictured(Transformer):
-    """Adds what a row's patches say to its first tokens."""
+class PatchTransformer(Transformer):
+    """Add projected patches of a sequence to its first tokens."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -144,11 +144,11 @@ class Pictured(Transformer):
                 found[row, : last - first] = self.patch(patches.values[first:last])
             x = x + found + 0.0 * self.patch.weight.sum()
             x = after_embedding(x) if after_embedding is not None else x
-            x = self.place(x, positions)
+            x = self.add_positions(x, positions)
         text = positions if positions.dim() == 2 else positions[:, 0].contiguous()  # (B, S)
         return super().forward(x, text, document_ids)
 
-    def place(self, x: Tensor, positions: Tensor) -> Tensor:
+    def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
         """What further axes of position add to the stream (B, S, D)."""
         return x
 
@@ -156,8 +156,8 @@ class Pictured(Transformer):
         return {**super().pipeline_parts(), "first": ("embedding", "patch")}
 
 
-class Lines:
-    """A sink of rows in a file of their own, which begins each life with the step that it goes on from."""
+class LineSink:
+    """A sink of rows in a file of their own, which begins each attempt with the step that it goes on from."""
 
     def __init__(self, directory: Path, resume_step: int, *, file: str = "rows.txt") -> None:
         self.file = (directory / file).open("a")
@@ -170,7 +170,7 @@ class Lines:
         self.file.close()
 
 
-class Steps(Callback):
+class StepLog(Callback):
     """Writes what it sees, a line a hook, from rank 0."""
 
     every_steps = 2
@@ -178,20 +178,20 @@ class Steps(Callback):
     def __init__(self, *, file: str = "steps.txt") -> None:
         self.file, self.seen = file, 0
 
-    def _say(self, trainer: Any, *words: Any) -> None:
+    def _write(self, trainer: Any, *words: Any) -> None:
         if trainer.meshes.rank == 0:
             with (trainer.paths.path / self.file).open("a") as file:
                 file.write(" ".join(map(str, words)) + "\n")
 
     def on_step_end(self, trainer: Any) -> None:
         self.seen += 1
-        self._say(trainer, "step", trainer.progress.step, self.seen)
+        self._write(trainer, "step", trainer.progress.step, self.seen)
 
     def on_evaluation(self, trainer: Any, name: str, result: float) -> None:
-        self._say(trainer, "evaluation", trainer.progress.step, name, result)
+        self._write(trainer, "evaluation", trainer.progress.step, name, result)
 
     def on_checkpoint(self, trainer: Any, step: int, path: Path) -> None:
-        self._say(trainer, "checkpoint", step, path.name, (path / "manifest.json").exists())
+        self._write(trainer, "checkpoint", step, path.name, (path / "manifest.json").exists())
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
