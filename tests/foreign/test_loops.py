@@ -266,7 +266,7 @@ def write_llava(folder: Path) -> None:
 
 
 @pytest.mark.lane("test")
-def test_a_script_that_asks_about_images(tmp_path: Path) -> None:
+def test_a_script_that_generates_text_for_images(tmp_path: Path) -> None:
     write_llava(tmp_path / "llava")
     assert run("vlm_answers.py", tmp_path / "llava", tmp_path / "out")[-1] == "answers 2"
 

@@ -177,7 +177,7 @@ def adopt_late_worker(module, name, make):
     os._exit(9)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a subreaper is one of Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl of Linux")
 @pytest.mark.parametrize(
     "late",
     [

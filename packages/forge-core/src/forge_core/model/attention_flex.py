@@ -50,11 +50,13 @@ def causal_blocks(segments: Tensor | None, size: int, window: int | None, device
         seen, full = seen & (nearest < window), full & (farthest < window)
     seen = seen | torch.eye(blocks, dtype=torch.bool, device=device)
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         found = query >= key
         if window is not None:
             found = found & (query - key < window)
-        return found if segments is None else found & (segments[row, query] == segments[row, key])
+        return (
+            found if segments is None else found & (segments[batch, query] == segments[batch, key])
+        )
 
     return block_mask(seen, full, sees, size)
 
@@ -63,14 +65,14 @@ def dense_blocks(mask: Tensor) -> Any:
     """The block mask of a mask (B or 1, 1, S, S) bool, which it holds."""
     size = mask.size(-1)
     spare = -size % BLOCK
-    cut = (
+    blocks = (
         F.pad(mask[:, 0], (0, spare, 0, spare)).unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK))
     )
     # padded pairs are outside of all: a last block that is not whole is never full
-    seen, full = cut.any(4).any(2), cut.all(4).all(2)  # (B, N, N)
+    seen, full = blocks.any(4).any(2), blocks.all(4).all(2)  # (B, N, N)
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask[0 if len(mask) == 1 else row, 0, query, key]
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask[0 if len(mask) == 1 else batch, 0, query, key]
 
     return block_mask(seen, full, sees, size)
 
@@ -121,7 +123,7 @@ def attend_flex(
 
 
 def _capped(softcap: float) -> Callable[..., Tensor]:
-    def capped(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
     return capped

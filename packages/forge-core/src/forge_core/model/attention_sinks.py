@@ -84,7 +84,9 @@ class _Sinks(torch.autograd.Function):
             found, lse = flash_cpu(q, k, v, causal, mask, scale)
         else:
             runs = Boundaries(cu_seqlens, cu_seqlens, longest, longest)
-            found, lse = flash_varlen(*_by_tokens(q, k, v), runs, causal, window, scale)
+            found, lse = flash_varlen(
+                *_by_tokens(q, k, v), boundaries=runs, causal=causal, window=window, scale=scale
+            )
             found = found.transpose(0, 1)  # (H, T, D)
 
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))  # (..., H, S)
@@ -110,7 +112,9 @@ class _Sinks(torch.autograd.Function):
         else:
             runs = Boundaries(cu_seqlens, cu_seqlens, longest, longest)
             tokens = _by_tokens(grad, q, k, v, out)
-            by_token = flash_varlen_backward(*tokens, total, runs, causal, window, scale)
+            by_token = flash_varlen_backward(
+                *tokens, total, boundaries=runs, causal=causal, window=window, scale=scale
+            )
             found = _by_tokens(*by_token)
 
         grad_sinks = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge_resilience._shared.problems import Problem, invalid, raise_problems
 from forge_resilience.slurm.client import jobs_of
@@ -149,7 +149,7 @@ def orchestrator_command(
     config: SlurmConfig, script: str, sizes: Sequence[int], name: str, journal: str
 ) -> list[str]:
     """Return the command that keeps a script's job in the queue on one of `sizes` nodes: `orchestrate`, without torch."""
-    flags = {"name": name, "sizes": ",".join(map(str, sizes)), "journal": journal}
+    flags: dict[str, Any] = {"name": name, "sizes": ",".join(map(str, sizes)), "journal": journal}
     flags |= {"max-restarts": config.max_restarts}
     flags |= {key.replace("_", "-"): getattr(config.orchestrator, key) for key in FLAGS}
     words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
