@@ -84,9 +84,8 @@ class _Sinks(torch.autograd.Function):
             found, lse = flash_cpu(q, k, v, causal, mask, scale)
         else:
             runs = Boundaries(cu_seqlens, cu_seqlens, longest, longest)
-            found, lse = flash_varlen(
-                *_by_tokens(q, k, v), boundaries=runs, causal=causal, window=window, scale=scale
-            )
+            queries, keys, values = _by_tokens(q, k, v)
+            found, lse = flash_varlen(queries, keys, values, runs, causal, window, scale)
             found = found.transpose(0, 1)  # (H, T, D)
 
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))  # (..., H, S)
@@ -111,9 +110,9 @@ class _Sinks(torch.autograd.Function):
             found = flash_cpu_backward(grad, q, k, v, out, total, causal, mask, scale)
         else:
             runs = Boundaries(cu_seqlens, cu_seqlens, longest, longest)
-            tokens = _by_tokens(grad, q, k, v, out)
+            above, q, k, v, below = _by_tokens(grad, q, k, v, out)
             by_token = flash_varlen_backward(
-                *tokens, total, boundaries=runs, causal=causal, window=window, scale=scale
+                above, q, k, v, below, total, runs, causal, window, scale
             )
             found = _by_tokens(*by_token)
 
