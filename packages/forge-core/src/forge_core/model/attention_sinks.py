@@ -1,6 +1,6 @@
 """Attention with sinks from flash kernels that have none: no scores are held.
 
-A sink s of a head takes part of the softmax and has no value (gpt-oss). With the log-sum-exp l of a token's scores, that of
+A sink s of a head is one more score in the softmax, and has no value (gpt-oss). With the log-sum-exp l of a token's scores, that of
 scores and sink is m = log(e^l + e^s). The output is the kernel's times e^(l - m). Given this output and m, the kernel's
 backward takes e^(score - m) for the weights, which are those of the softmax with the sink; so its gradients are exact.
 The sink's own is -e^(s - m) (grad . output), summed over tokens.
