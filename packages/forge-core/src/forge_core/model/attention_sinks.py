@@ -84,7 +84,8 @@ class _Sinks(torch.autograd.Function):
             found, lse = flash_cpu(q, k, v, causal, mask, scale)
         else:
             runs = Boundaries(cu_seqlens, cu_seqlens, longest, longest)
-            found, lse = flash_varlen(*_by_tokens(q, k, v), runs, causal, window, scale)
+            tokens = [t.transpose(0, 1) for t in (q, k, v)]  # (T, H or K, D)
+            found, lse = flash_varlen(tokens[0], tokens[1], tokens[2], runs, causal, window, scale)
             found = found.transpose(0, 1)  # (H, T, D)
 
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))  # (..., H, S)
@@ -109,9 +110,11 @@ class _Sinks(torch.autograd.Function):
             found = flash_cpu_backward(grad, q, k, v, out, total, causal, mask, scale)
         else:
             runs = Boundaries(cu_seqlens, cu_seqlens, longest, longest)
-            tokens = _by_tokens(grad, q, k, v, out)
-            by_token = flash_varlen_backward(*tokens, total, runs, causal, window, scale)
-            found = _by_tokens(*by_token)
+            flat = [t.transpose(0, 1) for t in (grad, q, k, v, out)]  # (T, H or K, D)
+            dq, dk, dv = flash_varlen_backward(
+                flat[0], flat[1], flat[2], flat[3], flat[4], total, runs, causal, window, scale
+            )
+            found = dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
         grad_sinks = None
         if ctx.needs_input_grad[3]:
@@ -119,8 +122,3 @@ class _Sinks(torch.autograd.Function):
             taken = (sinks.to(total.dtype).unsqueeze(-1) - total).exp() * delta
             grad_sinks = -taken.sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
         return (*found, grad_sinks, *(None,) * 6)
-
-
-def _by_tokens(*tensors: Tensor) -> Any:
-    """(H, T, D) as (T, H, D), and back; views."""
-    return tuple(t.transpose(0, 1) for t in tensors)
