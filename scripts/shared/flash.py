@@ -1,6 +1,6 @@
 """Torch's flash kernels with their log-sum-exp, forward and backward: one text for the packages that change either.
 
-The backward takes any output and log-sum-exp of which these keys are a part: other keys (ring attention) or a sink.
+The backward takes any output and log-sum-exp that hold these keys, and others (ring attention) or a sink.
 
 Shapes: N sequences, H query heads, K key/value heads, L tokens, D width of a head; T tokens of sequences laid end to end.
 """

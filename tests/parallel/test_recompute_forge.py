@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core import Transformer, TransformerConfig
+from forge_core import AttentionSpec, Transformer, TransformerConfig
 from forge_moe import MoE, MoEConfig, expert_parallelize, recompute_contexts
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel._shared.shards import local_tensor
@@ -76,6 +76,33 @@ def exchanges_of_experts() -> None:
             assert found[mode, halves][1] == calls + more
             for one, other in zip(found[mode, halves][0], wanted, strict=True):
                 assert torch.equal(local_tensor(one), local_tensor(other))
+
+
+class Flash(TorchDispatchMode):
+    """Counts the forwards of flash attention."""
+
+    forwards = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.forwards += op.name() == "aten::_scaled_dot_product_flash_attention_for_cpu"
+        return op(*args, **(kwargs or {}))
+
+
+def test_attention_with_sinks_is_not_computed_again_by_selective_recomputation() -> None:
+    shape: dict[str, Any] = {"vocab_size": VOCAB, "dim": 32, "num_layers": 3, "num_heads": 4}
+    tokens = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(0))
+    found, gradients = {}, {}
+    for mode in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        model = Transformer(TransformerConfig(**shape, attention=AttentionSpec(sinks=True)))
+        recompute(model.blocks(), mode)
+        with Flash() as flash:
+            model(tokens).sin().sum().backward()
+        found[mode] = flash.forwards
+        gradients[mode] = [p.grad for p in model.parameters()]
+    assert found == {"none": 3, "selective": 3, "full": 6}
+    for mode in ("selective", "full"):
+        assert all(torch.equal(a, b) for a, b in zip(gradients[mode], gradients["none"]))
 
 
 def test_selective_recomputation_sends_no_token_again() -> None:

@@ -292,6 +292,7 @@ def sdpa_kernel(name: str) -> Iterator[None]:
         "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
         "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     }
+
     before = {kind: enabled() for kind, (enabled, _) in switches.items()}
     chosen = before | {
         "cudnn": before["cudnn"] and not torch.are_deterministic_algorithms_enabled()

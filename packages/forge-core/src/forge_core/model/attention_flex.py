@@ -65,11 +65,11 @@ def dense_blocks(mask: Tensor) -> Any:
     """The block mask of a mask (B or 1, 1, S, S) bool, which it holds."""
     size = mask.size(-1)
     spare = -size % BLOCK
-    blocks = (
+    tiles = (
         F.pad(mask[:, 0], (0, spare, 0, spare)).unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK))
     )
     # padded pairs are outside of all: a last block that is not whole is never full
-    seen, full = blocks.any(4).any(2), blocks.all(4).all(2)  # (B, N, N)
+    seen, full = tiles.any(4).any(2), tiles.all(4).all(2)  # (B, N, N)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return mask[0 if len(mask) == 1 else batch, 0, query, key]
@@ -78,13 +78,13 @@ def dense_blocks(mask: Tensor) -> Any:
 
 
 def block_mask(seen: Tensor, full: Tensor, sees: Callable[..., Tensor], size: int) -> Any:
-    """FlexAttention's mask from blocks (B, N, N) bool that are seen in part or in full, and the rule for pairs of the former."""
+    """FlexAttention's mask from blocks (B, N, N) bool that have a pair that is seen, or no other, and the rule for pairs of the former."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    part, part_indices = _listed(seen & ~full)
+    mixed, mixed_indices = _listed(seen & ~full)
     number, indices = _listed(full)
     rest: Any = {"BLOCK_SIZE": BLOCK, "mask_mod": sees, "seq_lengths": (size, size)}
-    return BlockMask.from_kv_blocks(part, part_indices, number, indices, **rest)
+    return BlockMask.from_kv_blocks(mixed, mixed_indices, number, indices, **rest)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

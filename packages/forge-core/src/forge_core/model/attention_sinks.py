@@ -1,6 +1,6 @@
 """Attention with sinks from flash kernels that have none: no scores are held.
 
-A sink s of a head takes part of the softmax and has no value (gpt-oss). With the log-sum-exp l of a token's scores, that of
+A sink s of a head is one more score in the softmax, and has no value (gpt-oss). With the log-sum-exp l of a token's scores, that of
 scores and sink is m = log(e^l + e^s). The output is the kernel's times e^(l - m). Given this output and m, the kernel's
 backward takes e^(score - m) for the weights, which are those of the softmax with the sink; so its gradients are exact.
 The sink's own is -e^(s - m) (grad . output), summed over tokens.
@@ -84,8 +84,8 @@ class _Sinks(torch.autograd.Function):
             found, lse = flash_cpu(q, k, v, causal, mask, scale)
         else:
             runs = Boundaries(cu_seqlens, cu_seqlens, longest, longest)
-            queries, keys, values = _by_tokens(q, k, v)
-            found, lse = flash_varlen(queries, keys, values, runs, causal, window, scale)
+            tokens = [t.transpose(0, 1) for t in (q, k, v)]  # (T, H or K, D)
+            found, lse = flash_varlen(tokens[0], tokens[1], tokens[2], runs, causal, window, scale)
             found = found.transpose(0, 1)  # (H, T, D)
 
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))  # (..., H, S)
@@ -110,11 +110,11 @@ class _Sinks(torch.autograd.Function):
             found = flash_cpu_backward(grad, q, k, v, out, total, causal, mask, scale)
         else:
             runs = Boundaries(cu_seqlens, cu_seqlens, longest, longest)
-            above, q, k, v, below = _by_tokens(grad, q, k, v, out)
-            by_token = flash_varlen_backward(
-                above, q, k, v, below, total, runs, causal, window, scale
+            flat = [t.transpose(0, 1) for t in (grad, q, k, v, out)]  # (T, H or K, D)
+            dq, dk, dv = flash_varlen_backward(
+                flat[0], flat[1], flat[2], flat[3], flat[4], total, runs, causal, window, scale
             )
-            found = _by_tokens(*by_token)
+            found = dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
 
         grad_sinks = None
         if ctx.needs_input_grad[3]:
@@ -122,8 +122,3 @@ class _Sinks(torch.autograd.Function):
             taken = (sinks.to(total.dtype).unsqueeze(-1) - total).exp() * delta
             grad_sinks = -taken.sum(-1).reshape(-1, len(sinks)).sum(0).to(sinks.dtype)
         return (*found, grad_sinks, *(None,) * 6)
-
-
-def _by_tokens(*tensors: Tensor) -> Any:
-    """(H, T, D) as (T, H, D), and back; views."""
-    return tuple(t.transpose(0, 1) for t in tensors)
