@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from forge_moe._shared.fields import field
 from forge_moe._shared.problems import Problem, raise_problems
@@ -16,7 +16,8 @@ AMONG_TOKENS = ("expert_choice", "uniform")
 
 # Least and largest values. The largest are far above any model: a typing error fails before memory is allocated.
 _WIDTH, _COUNT = (1, 2**20), (1, 2**16)
-_ABOVE_0, _FROM_0 = {"range": "finite and above 0"}, {"range": "a finite number, 0 or more"}
+_ABOVE_0: dict[str, Any] = {"range": "finite and above 0"}
+_FROM_0: dict[str, Any] = {"range": "a finite number, 0 or more"}
 _LOSS_WEIGHTS = ("aux_loss_weight", "sequence_loss_weight", "z_loss_weight")
 _GROUPS = ("num_groups", "top_groups", "group_score")
 #: Keys that have no effect with a router: a bias of an expert does not change the order of its tokens.
