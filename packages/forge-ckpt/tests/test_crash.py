@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 from forge_ckpt import Store
+
+sys.path.insert(0, str(Path(__file__).parent))
+from disk_calls import record_calls
 
 pytestmark = pytest.mark.lane("test")
 
@@ -166,20 +170,8 @@ def test_a_step_is_on_the_disk_before_its_name_and_its_name_before_save_returns(
     tmp_path, monkeypatch
 ):
     """Kills never lose the page cache, so only the order of calls shows what a power cut leaves."""
-    calls = []
-    fsync, rename = os.fsync, os.rename
-
-    def recorded_fsync(fd):
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
-
-    def recorded_rename(source, target):
-        calls.append(("rename", str(source)))
-        rename(source, target)
-
     with Store(tmp_path) as store:
-        monkeypatch.setattr(os, "fsync", recorded_fsync)
-        monkeypatch.setattr(os, "rename", recorded_rename)
+        calls = record_calls(monkeypatch)
         store.save(1, {"w": torch.ones(3), "n": 1})
     (temporary,) = [path for call, path in calls if call == "rename"]
     assert calls == [
