@@ -12,6 +12,7 @@ from tests.data.test_mixtures import mixed_job, write_tokens
 from tests.data.test_phases import PHASES
 from tests.use.test_optimizer_groups import PLAN, Watch
 
+from forge_testing.jobs import MIXTURE
 from forge_testing.runs import make_job
 
 #: Their stages compute gradients of inputs and of weights apart.
@@ -29,16 +30,6 @@ lr_multiplier = 0.0
 [train.stages.all]
 start_step = 3
 lr_multipliers = { table = 0.5 }
-"""
-MOE = """
-[model.moe]
-num_experts = 8
-width_multiplier = 0.5
-num_shared_experts = 1
-shared_gate = true
-bias_update_rate = 1e-3
-sequence_loss_weight = 1e-2
-z_loss_weight = 1e-3
 """
 LAYERS = """
 [model.attention]
@@ -138,7 +129,7 @@ sequences = 7
 [eval.choices.questions]
 path = "{shared("questions", write_questions)}/questions.jsonl"
 '''
-    return make_job(folder, extra + MOE)
+    return make_job(folder, extra + MIXTURE)
 
 
 def with_table(extra: str) -> Any:
@@ -307,12 +298,12 @@ FEATURES: dict[str, JobFeature] = {
     ),
     # experts
     "experts": JobFeature(
-        with_table(MOE),
+        with_table(MIXTURE),
         {"model.moe.aux_loss_weight": 0.1, "model.moe.aux_scope": "global_batch_lagged"},
         columns=OF_EXPERTS,
     ),
     "experts in micro-batches": JobFeature(
-        with_table(MOE),
+        with_table(MIXTURE),
         {
             **THREE_ROWS,
             "model.moe.aux_loss_weight": 0.1,
@@ -325,7 +316,7 @@ FEATURES: dict[str, JobFeature] = {
     ),
     # later micro-batches of a step know the earlier ones: equal to one process where a reader has one
     "experts of the global batch": JobFeature(  # prose: the name of a case
-        with_table(MOE),
+        with_table(MIXTURE),
         {"model.moe.aux_loss_weight": 0.1, "model.moe.aux_scope": "global_batch"},
         without=OTHER_ROWS | {"pp", "fsdp accumulated"},
         columns=OF_EXPERTS,
@@ -402,7 +393,7 @@ FEATURES: dict[str, JobFeature] = {
         ),
     ),
     "statistics of gradients of experts": JobFeature(
-        with_table(MOE),
+        with_table(MIXTURE),
         {**THREE_ROWS, "metrics.gradients_every_steps": 2},
         micro_batch=3,
         without=EP | OTHER_ROWS | {"tp", "cp", "pp", "fsdp compiled"},

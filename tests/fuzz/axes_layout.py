@@ -6,6 +6,8 @@ from typing import Any
 
 from tests.fuzz.job import NO, NONE, Axis, table
 
+from forge_parallel.config import SCHEDULES
+
 _WHOLE = {"parallel.tp": 2, "parallel.sequence_parallel": False}
 _RING = {"parallel.cp_exchange": "ring"}
 
@@ -52,17 +54,7 @@ LAYOUT = {
         "layout",
         {
             "1": NO,
-            **{
-                schedule: _pipeline(schedule)
-                for schedule in (
-                    "gpipe",
-                    "1f1b",
-                    "interleaved_1f1b",
-                    "interleaved_zero_bubble",
-                    "zbv_zero_bubble",
-                    "dualpipev",
-                )
-            },
+            **{schedule: _pipeline(schedule) for schedule in SCHEDULES},
             "1f1b, 3 stages": _pipeline("1f1b", 3),
         },
         {"1": 18.0, "1f1b, 3 stages": 0.5},

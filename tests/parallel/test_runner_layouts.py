@@ -13,6 +13,7 @@ from forge_ckpt import ForgeReader, Store
 from forge_core import Transformer, TransformerConfig
 from forge_parallel import ParallelConfig, parallelize
 from forge_testing import device, run_on_ranks
+from forge_testing.jobs import MIXTURE
 from forge_testing.runs import (
     Fitted,
     assert_close,
@@ -32,16 +33,6 @@ DENSE = """
 [model.rope_scaling]
 factor = 2.0
 """
-MOE = """
-[model.moe]
-num_experts = 8
-width_multiplier = 0.5
-num_shared_experts = 1
-shared_gate = true
-bias_update_rate = 1e-3
-sequence_loss_weight = 1e-2
-z_loss_weight = 1e-3
-"""
 DEEP = {"optimizer__lr": 1e-3, "model__num_layers": 4, "model__num_heads": 4, "model__num_kv_heads": 2,
         "model__qk_norm": True, "model__dim": 32}  # fmt: skip
 
@@ -59,7 +50,7 @@ def flat(**more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fitted]:
     """One process, undisturbed."""
-    job = make_job(tmp_path_factory.mktemp("mixture"), MOE)
+    job = make_job(tmp_path_factory.mktemp("mixture"), MIXTURE)
     fitted = fit_reference(job, **flat())
     return columns(job), fitted
 
@@ -105,7 +96,7 @@ def test_an_optimizer_from_outside_whose_state_has_names_goes_on_with_other_stag
 def test_saved_in_one_layout_goes_on_in_another(
     tmp_path: Path, mixture: Any, first: Any, then: Any
 ) -> None:
-    job = make_job(tmp_path, MOE)
+    job = make_job(tmp_path, MIXTURE)
     keep = {"train__steps": 12, "checkpoint__keep_last": 9}
     stopped = fit_on_ranks(first[0], job, **keep, **overrides(first[1]))
     assert all(f.code == 0 and f.problems == () for f in stopped)
@@ -243,5 +234,5 @@ def test_a_layout_that_the_model_rejects_is_a_configuration_error(tmp_path: Path
 
 @pytest.mark.slow
 def test_counts_over_the_global_batch_with_one_rank_a_stage(tmp_path: Path) -> None:
-    job = make_job(tmp_path, MOE + 'aux_scope = "global_batch"\naux_loss_weight = 1e-2\n')
+    job = make_job(tmp_path, MIXTURE + 'aux_scope = "global_batch"\naux_loss_weight = 1e-2\n')
     assert together(fit_on_ranks(2, job, train__steps=2, **overrides({"pp": 2})))

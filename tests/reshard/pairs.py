@@ -12,22 +12,13 @@ from typing import Any
 import torch
 
 from forge_testing import run_on_ranks
+from forge_testing.jobs import MIXTURE
 from forge_testing.runs import fit, make_job
 from forge_train import Callback, Trainer, read_run
 
 SAVED, LAST = 3, 6  # the step that is loaded, the last one that is compared
 BOUND = 1e-5  # fp32, of losses, weights and moments; what is loaded has the same bits
 # A mixture in every layout: experts, a bias that is a buffer, heads and layers for tp 2 and pp 2.
-MODEL = """
-[model.moe]
-num_experts = 8
-width_multiplier = 0.5
-num_shared_experts = 1
-shared_gate = true
-bias_update_rate = 1e-3
-sequence_loss_weight = 1e-2
-z_loss_weight = 1e-3
-"""
 SIZES = {
     "model.num_layers": 4,
     "model.dim": 32,
@@ -139,7 +130,7 @@ def run(folder: Path, layout: str, seed: int) -> Run:
     """Train to the last step, from the newest checkpoint in `folder` if there is one."""
     job = folder / "job.toml"
     if not job.exists():
-        make_job(folder, MODEL)
+        make_job(folder, MIXTURE)
     world, keys = LAYOUTS[layout]
     overrides = {**SIZES, "run.seed": seed, **{f"parallel.{k}": v for k, v in keys.items()}}
     begun = time.perf_counter()

@@ -19,6 +19,8 @@ from forge_parallel import end_process_group
 from forge_testing import forge_train, kill_after_step, models, start, write_job
 from forge_testing.problems import ANY, rejects
 from forge_testing.runs import (
+    Died,
+    Dies,
     assert_same_bits,
     fit_on_ranks,
     fit_reference,
@@ -111,23 +113,14 @@ def test_killed_it_goes_on_with_the_same_bits_also_when_the_parent_is_gone(
     assert all(f.stat().st_mtime_ns == at for f, at in written.items()), "written once"
 
 
-class Stop(Exception):
-    pass
-
-
-class Die(Callback):
-    def on_step_end(self, trainer: Trainer) -> None:
-        raise Stop
-
-
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_files_of_an_attempt_without_a_checkpoint_are_written_again(
     tmp_path: Path, trunk: Path, tuned: Path
 ) -> None:
     for seed in (0, 1):  # of fresh weights; the second finds one step, and its number is taken
-        with pytest.raises(Stop):
-            fit(tmp_path, Die(), run__seed=seed, **LORA, **EIGHT)
+        with pytest.raises(Died):
+            fit(tmp_path, Dies(), run__seed=seed, **LORA, **EIGHT)
     other = dict(read_tensors(tmp_path / "run/base"))
     fit(tmp_path, init__from=str(trunk), **LORA, **EIGHT)
     base = dict(read_tensors(tmp_path / "run/base"))

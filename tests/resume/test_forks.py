@@ -20,6 +20,8 @@ from forge_testing import forge_train, kill_after_step, run_on_ranks, start, wri
 from forge_testing.jobs import TINY_JOB
 from forge_testing.problems import rejects
 from forge_testing.runs import (
+    Died,
+    Dies,
     as_rank,
     assert_close,
     assert_same_bits,
@@ -308,17 +310,6 @@ def test_a_fork_that_may_roll_back_saves_its_beginning(tmp_path: Path, trunk: Pa
     assert_same_bits(saved_tensors(tmp_path / "run", 6), saved_tensors(trunk, 6))
 
 
-class Stop(Exception):
-    pass
-
-
-class Die(Callback):
-    """Leave in a step, before the first save, as a kill does."""
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        raise Stop
-
-
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_a_fork_that_dies_before_its_first_save_forks_again_or_reports_a_missing_parent(
@@ -328,8 +319,8 @@ def test_a_fork_that_dies_before_its_first_save_forks_again_or_reports_a_missing
     job = job_of(tmp_path)
     init = {"init__from": f"{parent}@6", "init__keep": ALL}
     for _ in range(2):
-        with pytest.raises(Stop):
-            fit(job, Die(), **init)
+        with pytest.raises(Died):
+            fit(job, Dies(), **init)
     assert events(tmp_path / "run") == ["fork", "start", "fork", "start"]
     shutil.rmtree(parent / "checkpoints/step-00000006")
     with rejects("init.from", f"{parent}@6", "step", ConfigError, where="3, 9, 12"):
@@ -523,8 +514,8 @@ def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder:
     (source / "LICENSE").write_text("terms")
     (tmp_path / "job.toml").write_text(WITHOUT_MODEL.format(run_dir=tmp_path / "run"))
     short = {"train__steps": 3, "checkpoint__every_steps": 2}
-    with pytest.raises(Stop):
-        fit(tmp_path / "job.toml", Die(), **short, init__from=str(source))
+    with pytest.raises(Died):
+        fit(tmp_path / "job.toml", Dies(), **short, init__from=str(source))
     fit(tmp_path / "job.toml", **short, init__from=str(source))
     run = tmp_path / "run"
     import_folder(folder, tmp_path / "import")

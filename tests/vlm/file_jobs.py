@@ -73,6 +73,23 @@ def write_strips(folder: Path) -> Path:
     return folder / "strips.jsonl"
 
 
+def write_numbered(folder: Path, count: int, letters: str, **more: Any) -> Path:
+    """Conversations of 0 to 2 images, whose color is (number, image, 0); answers are one to seven of the `letters`."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i in range(count):
+        parts: list[dict[str, Any]] = [{"type": "text", "text": "see"}]
+        for j in range(i % 3):
+            Image.new("RGB", (8, 8), (i, j, 0)).save(folder / f"{i}-{j}.png")
+            parts.append({"type": "image", "image": f"{i}-{j}.png"})
+        answer = {"role": "assistant", "content": letters[: 1 + i % 7]}
+        lines.append(json.dumps({"messages": [{"role": "user", "content": parts}, answer], **more}))
+    (folder / "talks.jsonl").write_text("\n".join(lines))
+    return folder / "talks.jsonl"
+
+
 # ---- images as tokens
 
 FIRST, NUMBER, BEGIN, END, EOS = 16, 16, 1, 2, 3

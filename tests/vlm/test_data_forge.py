@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tests.vlm.file_jobs import write_numbered
 
 from forge_data import Loader, SourceConfig, open_stream
 from forge_data.mixed_stream import MixedStream
@@ -42,19 +42,7 @@ OPTIONS = {
 
 def talks(folder: Path) -> Path:
     """Forty conversations of 0 to 2 pictures; pixel (0, 0) is the number of the conversation."""
-    lines = []
-    for i in range(40):
-        parts: list[dict[str, Any]] = [{"type": "text", "text": "see"}]
-        for j in range(i % 3):
-            file = io.BytesIO()
-            Image.new("RGB", (8, 8), (i, j, 0)).save(file, "PNG")
-            (folder / f"{i}-{j}.png").write_bytes(file.getvalue())
-            parts.append({"type": "image", "image": f"{i}-{j}.png"})
-        answer = "x" * (1 + i % 7)
-        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": messages}))
-    (folder / "talks.jsonl").write_text("\n".join(lines))
-    return folder / "talks.jsonl"
+    return write_numbered(folder, 40, "xxxxxxx")
 
 
 def stream_of(path: Path, **options: Any) -> Any:

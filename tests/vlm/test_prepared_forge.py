@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import signal
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from tests.vlm.file_jobs import write_numbered
 
 from forge_data import SourceConfig, open_stream
 from forge_testing import forge_train, start, wait_for_step
@@ -60,20 +59,7 @@ KEYS = {
 
 def talks(folder: Path, count: int = 120) -> Path:
     """Conversations of 0 to 2 pictures, long enough for many pieces; those with padding are short as tokens."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lines = []
-    for i in range(count):
-        parts: list[dict[str, Any]] = [{"type": "text", "text": "see"}]
-        for j in range(i % 3):
-            file = io.BytesIO()
-            Image.new("RGB", (8, 8), (i, j, 0)).save(file, "PNG")
-            (folder / f"{i}-{j}.png").write_bytes(file.getvalue())
-            parts.append({"type": "image", "image": f"{i}-{j}.png"})
-        answer = "abcdefg"[: 1 + i % 7]
-        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": messages, "note": "x" * 200}))
-    (folder / "talks.jsonl").write_text("\n".join(lines))
-    return folder / "talks.jsonl"
+    return write_numbered(folder, count, "abcdefg", note="x" * 200)
 
 
 def keys_of(path: Path, options: dict[str, Any] = OPTIONS, **more: Any) -> dict[str, Any]:

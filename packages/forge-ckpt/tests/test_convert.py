@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import forge_ckpt
@@ -27,6 +27,9 @@ from forge_ckpt import StepExists, Store, read_tensors
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
+
+sys.path.insert(0, str(Path(__file__).parent))
+from full_state import full
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -74,16 +77,6 @@ def train(model, optimizer, steps):
         model(torch.randn(8, 6, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def full(state):
-    if isinstance(state, dict):
-        return {key: full(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [full(value) for value in state]
-    if isinstance(state, DTensor):
-        return state.full_tensor().detach().clone()
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state
 
 
 def assert_same(a, b, where=""):

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 from forge_ckpt import Store
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 pytestmark = pytest.mark.lane("test")
 

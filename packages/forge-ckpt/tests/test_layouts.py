@@ -1,6 +1,8 @@
 """Saved by N ranks, loaded by M, with the full tensors compared on every rank."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,12 +10,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from forge_ckpt import Store, manifest
 from forge_ckpt.files import Directory
 from forge_ckpt.read import reader
 from forge_testing import run_on_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from full_state import full
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
@@ -57,17 +62,6 @@ def train(model, optimizer, steps, seed=0):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def full(state):
-    """Nested state with every DTensor whole; collective."""
-    if isinstance(state, dict):
-        return {key: full(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [full(value) for value in state]
-    if isinstance(state, DTensor):
-        return state.full_tensor().detach().clone()
-    return state.detach().clone() if isinstance(state, torch.Tensor) else state
 
 
 def whole(model, optimizer):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,9 @@ from forge_ckpt.read.tensors import SavedTensors
 from forge_ckpt.verbs import compare
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem, rejects
+
+sys.path.insert(0, str(Path(__file__).parent))
+from disk_calls import record_calls
 
 pytestmark = pytest.mark.lane("test")
 
@@ -289,19 +293,8 @@ def test_a_checkpoint_without_a_step_goes_into_no_store(tmp_path):
 
 
 def test_a_step_is_on_the_disk_before_its_name(tmp_path, capsys, monkeypatch):
-    root, out, calls = saved(tmp_path / "a", 4), tmp_path / "out", []
-    fsync, rename = os.fsync, os.rename
-
-    def recorded_fsync(fd):
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
-
-    def recorded_rename(source, target):
-        calls.append(("rename", str(source)))
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "rename", recorded_rename)
+    root, out = saved(tmp_path / "a", 4), tmp_path / "out"
+    calls = record_calls(monkeypatch)
     call_json(capsys, "reshard", root, out, "--ranks", 2)
     (temporary,) = [path for call, path in calls if call == "rename"]
     assert calls == [

@@ -70,6 +70,16 @@ def test_a_masked_update_changes_no_bit() -> None:
     assert all(map(torch.equal, _values(model), _values(twin)))
 
 
+def _assert_same_steps(model: Any, optimizer: Any, resumed: Any, again: Any) -> None:
+    """Steps 5 to 8 of both have the same bits, and so have their averages."""
+    for number in range(5, 9):
+        _step(model, optimizer, number)
+        _step(resumed, again, number)
+    assert all(map(torch.equal, _values(model), _values(resumed)))
+    optimizer.eval(), again.eval()
+    assert all(map(torch.equal, _values(model), _values(resumed)))
+
+
 def test_a_resume_goes_on_with_the_same_bits() -> None:
     model = _model()
     optimizer = _optimizer(model)
@@ -87,12 +97,7 @@ def test_a_resume_goes_on_with_the_same_bits() -> None:
             parameter.copy_(value)
     again.load_named_state(state)
     again.train()
-    for number in range(5, 9):
-        _step(model, optimizer, number)
-        _step(resumed, again, number)
-    assert all(map(torch.equal, _values(model), _values(resumed)))
-    optimizer.eval(), again.eval()
-    assert all(map(torch.equal, _values(model), _values(resumed)))
+    _assert_same_steps(model, optimizer, resumed, again)
 
 
 def test_weights_loaded_before_the_first_update_are_both() -> None:
@@ -155,12 +160,7 @@ def test_the_form_of_torch_holds_the_average_too() -> None:
         resumed.load_state_dict(saved[0])
         again.load_state_dict(saved[1])
         again.train()
-        for number in range(5, 9):
-            _step(model, optimizer, number)
-            _step(resumed, again, number)
-        assert all(map(torch.equal, _values(model), _values(resumed)))
-        optimizer.eval(), again.eval()
-        assert all(map(torch.equal, _values(model), _values(resumed)))
+        _assert_same_steps(model, optimizer, resumed, again)
     with rejects("", ..., "no_average"):
         again.load_state_dict(AdamW(param_groups(model)).state_dict())
 

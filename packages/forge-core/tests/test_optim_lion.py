@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,24 +15,12 @@ from torch import Tensor, nn
 from forge_core import Lion, OptimizerConfig, build_optimizer
 from forge_testing.problems import rejects
 
+sys.path.insert(0, str(Path(__file__).parent))
+from optim_nets import DECAYED, Small
+
 pytestmark = pytest.mark.lane("test")
 
 Gradients = list[dict[str, Tensor]]
-
-
-DECAYED = {"table", "experts"}
-
-
-class Small(nn.Module):
-    """A matrix longer than a piece, a stack, a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Parameter(torch.randn(300, 240))
-        self.experts = nn.Parameter(torch.randn(2, 3, 4))
-        self.experts_bias = nn.Parameter(torch.randn(2, 4))  # F146: a vector for each expert
-        self.norm = nn.LayerNorm(4)
 
 
 def recorded(model: nn.Module, steps: int, seed: int = 1) -> Gradients:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,25 +24,13 @@ from forge_core.optim import (
 )
 from forge_testing.problems import rejects
 
+sys.path.insert(0, str(Path(__file__).parent))
+from optim_nets import DECAYED, Small
+
 pytestmark = pytest.mark.lane("test")
 
 NAME = "schedule_free_adamw"
 RATES = [0.01 * min(1.0, (k + 1) / 4) for k in range(12)]  # a warm-up of four steps
-
-
-DECAYED = {"table", "experts"}
-
-
-class Small(nn.Module):
-    """A matrix longer than a piece of the update, a stack, a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Parameter(torch.randn(300, 240))
-        self.experts = nn.Parameter(torch.randn(2, 3, 4))
-        self.experts_bias = nn.Parameter(torch.randn(2, 4))  # F146: a vector for each expert
-        self.norm = nn.LayerNorm(4)
 
 
 def recorded(model: nn.Module, steps: int, seed: int = 1) -> list[dict[str, Tensor]]:

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from pipeline_nets import S, net
 
 from forge_parallel import ParallelConfig, _torch_compat
+from forge_parallel.config import SCHEDULES
 from forge_parallel.meshes import Axis
 from forge_parallel.pipeline import (
     block_costs,
@@ -41,15 +42,6 @@ from forge_parallel.pipeline.split import EMBEDDING_COST, follow_mode
 from forge_parallel.structure import OrderError, mark
 
 pytestmark = pytest.mark.lane("test")
-
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "zbv_zero_bubble",
-    "dualpipev",
-)
 
 
 def config(pp: int = 2, schedule: str = "1f1b", **more: Any) -> ParallelConfig:

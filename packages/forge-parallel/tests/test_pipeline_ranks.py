@@ -13,19 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from pipeline_nets import clipped, error, evaluate_first, one_process, train
 
+from forge_parallel.config import SCHEDULES
 from forge_testing import run_on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
-SCHEDULES = (
-    "gpipe",
-    "1f1b",
-    "interleaved_1f1b",
-    "interleaved_zero_bubble",
-    "zbv_zero_bubble",
-    "dualpipev",
-)
-SPLIT = SCHEDULES[3:]
+SPLIT = tuple(SCHEDULES)[3:]
 LOOPS = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 
 

@@ -26,6 +26,7 @@ import pytest
 
 from forge_parallel._shared.problems import Problem, ProblemError
 from forge_testing.problems import assert_problem, rejects
+from forge_testing.processes import ALL_REDUCE
 
 TIMEOUT = 1.5  # for starts that must fail by time
 
@@ -413,28 +414,13 @@ def test_a_group_of_another_owner_is_not_ended():
         dist.destroy_process_group()
 
 
-_UNDER_TORCHRUN = """
-import sys
-import torch
-import torch.distributed as dist
-from forge_parallel.start import end_process_group, find_world, leave, start_process_group
-world = find_world()
-start_process_group(world, "cpu", start_timeout_seconds=60)
-total = torch.tensor([dist.get_rank() + 1.0])
-dist.all_reduce(total)
-sys.stdout.write(f"{world.launcher} {world.rank}/{world.world_size} {total.item()}\\n")
-end_process_group()
-leave(0)
-"""
-
-
 @pytest.mark.slow
 def test_torchrun_workers_form_a_group(tmp_path: Path) -> None:
     torchrun = shutil.which("torchrun", path=Path(sys.executable).parent)
     if torchrun is None:
         pytest.skip("torchrun is not next to this Python")
     script = tmp_path / "script.py"
-    script.write_text(_UNDER_TORCHRUN)
+    script.write_text(ALL_REDUCE)
     done = subprocess.run(
         [torchrun, "--nproc-per-node=2", script],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -33,6 +33,17 @@ every_steps = 1
 [sample]
 max_new_tokens = 8
 """
+#: A mixture of eight experts, appended to the tiny job.
+MIXTURE = """
+[model.moe]
+num_experts = 8
+width_multiplier = 0.5
+num_shared_experts = 1
+shared_gate = true
+bias_update_rate = 1e-3
+sequence_loss_weight = 1e-2
+z_loss_weight = 1e-3
+"""
 
 
 def write_job(folder: Path, extra: str = "", run_dir: str | Path | None = None) -> Path:

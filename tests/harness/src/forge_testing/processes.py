@@ -19,6 +19,21 @@ from forge_testing.warm import WarmProcess
 
 _LIMIT_SECONDS = 120.0
 
+#: A program of a rank: one all-reduce on CPUs, then a line with launcher, rank, ranks and the sum.
+ALL_REDUCE = """
+import sys
+import torch
+import torch.distributed as dist
+from forge_parallel.start import end_process_group, find_world, leave, start_process_group
+world = find_world()
+start_process_group(world, "cpu", start_timeout_seconds=60)
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+sys.stdout.write(f"{world.launcher} {world.rank}/{world.world_size} {total.item()}\\n")
+end_process_group()
+leave(0)
+"""
+
 
 class Outcome(NamedTuple):
     """How a process ended, and what it printed."""

@@ -126,6 +126,17 @@ def saved_tensors(run: Path, step: int | None = None) -> dict[str, torch.Tensor]
     return dict(read_tensors(path if step is None else path / f"step-{step:08d}"))
 
 
+class Died(Exception):
+    """What `Dies` raises."""
+
+
+class Dies(Callback):
+    """Leave in the first step, before a save, as a kill does."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        raise Died
+
+
 def assert_same_bits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert mine.keys() == theirs.keys()
     for name, value in theirs.items():
@@ -151,6 +162,26 @@ def assert_close(
         if not error <= max(bound * size, floor):  # not a number is off, too
             off[name] = f"{error:.1e} of {size:.1e}"
     assert not off, off
+
+
+def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    """max|got - wanted| / max|wanted|."""
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+def assert_trained_alike(
+    got: Any, wanted: Any, start: dict[str, torch.Tensor], bound: float
+) -> None:
+    """`losses`, `norms` and `weights` of two trainings are equal within `bound`, and every weight left its `start`."""
+    assert got.losses == pytest.approx(wanted.losses, rel=bound)
+    assert got.norms == pytest.approx(wanted.norms, rel=bound)
+    assert got.weights.keys() == wanted.weights.keys()
+    errors = {
+        name: relative_error(got.weights[name], wanted.weights[name]) for name in wanted.weights
+    }
+    assert max(errors.values()) <= bound, errors
+    moved = {name: relative_error(start[name], wanted.weights[name]) for name in start}
+    assert min(moved.values()) > 100 * bound, moved
 
 
 def assert_same_rows(got: dict[str, list], wanted: dict[str, list]) -> None:
