@@ -85,3 +85,26 @@ def test_a_shard_without_rows_is_an_error_each_time() -> None:
     for _ in range(2):
         with rejects("shard", 0, "empty"):
             rows_of(stream, [0])
+
+
+class Failing(Pairs):
+    """Cannot be read while `broken`."""
+
+    broken = False
+
+    def _items(self, piece: int, start: int) -> Iterator[tuple[int, Any]]:
+        for item in super()._items(piece, start):
+            if self.broken:
+                raise OSError("a disk that is away")
+            yield item
+
+
+def test_rows_that_could_not_be_read_are_read_later() -> None:
+    stream, wanted = Failing(2, 3), rows_of(Pairs(2, 3), range(20))
+    assert rows_of(stream, [0, 1]) == wanted[:2]
+    stream.broken = True
+    for _ in range(2):
+        with pytest.raises(OSError, match="a disk"):  # prose: of this test
+            rows_of(stream, [18])
+    stream.broken = False
+    assert rows_of(stream, range(20)) == wanted
