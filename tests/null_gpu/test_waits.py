@@ -1,4 +1,4 @@
-"""The table of host waits may only shrink, and a planted wait turns its layout red."""
+"""The table of host waits, kernels and collectives may only shrink, and a planted wait turns its layout red."""
 
 from __future__ import annotations
 
@@ -49,6 +49,15 @@ def test_a_wait_that_is_new_or_more_frequent_is_red_and_one_that_is_gone_is_told
     said = "tp 2: a step makes all_{} times, {} in the kept table"
     assert list(problems(more, kept, "")) == [said.format("reduce 1", 0)]
     assert fewer(more, kept) == [said.format("gather 3", 4)]
+
+
+def test_a_step_with_more_kernels_is_red_and_one_with_fewer_is_told() -> None:
+    kept = row()
+    assert list(problems(kept, kept, "")) == fewer(kept, kept) == []
+    assert len(list(problems(kept | {"kernels": 10}, kept, ""))) == 1
+    assert fewer(kept | {"kernels": 10}, kept) == []
+    assert list(problems(kept | {"kernels": 8}, kept, "")) == []
+    assert len(fewer(kept | {"kernels": 8}, kept)) == 1
 
 
 def test_a_step_that_waits_is_red_without_a_reason_whatever_the_table_holds() -> None:
