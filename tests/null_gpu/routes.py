@@ -22,6 +22,10 @@ from torch import Tensor
 HOT = Path(__file__).with_name("hot_experts.trace")
 
 
+class WrongRoutes(ValueError):
+    """Routes that a model cannot have, or none at all."""
+
+
 class Routes(NamedTuple):
     """The experts of the tokens of each rank: ids (W, T, K) int64, on the host."""
 
@@ -74,14 +78,14 @@ def round_robin(ranks: int, tokens: int, top_k: int, num_experts: int) -> Routes
 def recorded(path: Path, ranks: int, tokens: int, top_k: int, num_experts: int) -> Routes:
     """Those of the first record of a trace, repeated; each rank begins at another token.
 
-    ValueError for a trace of more experts, or of another number of slots.
+    WrongRoutes for a trace of more experts, or of another number of slots.
     """
     from forge_moe.traces import read_trace
 
     ids = next(read_trace(path)).ids
     if ids.size(1) != top_k or int(ids.max()) >= num_experts:
         rule = f"has {ids.size(1)} experts for each token, up to number {int(ids.max())}"
-        raise ValueError(
+        raise WrongRoutes(
             f"{path.name} {rule}, and the model {top_k} of {num_experts}; use 'round robin'"
         )
     first = torch.arange(ranks).unsqueeze(1) * (len(ids) // ranks)  # (W, 1)
@@ -89,13 +93,13 @@ def recorded(path: Path, ranks: int, tokens: int, top_k: int, num_experts: int) 
 
 
 def find_routes(name: str, ranks: int, tokens: int, top_k: int, num_experts: int) -> Routes:
-    """Routes by name: "round robin" or "hot experts". ValueError for another one, natural routing included."""
+    """Routes by name: "round robin" or "hot experts". WrongRoutes for another one, natural routing included."""
     if name == "round robin":
         return round_robin(ranks, tokens, top_k, num_experts)
     if name == "hot experts":
         return recorded(HOT, ranks, tokens, top_k, num_experts)
     rule = "the device says 0 of every number, and all tokens would choose the same expert"
-    raise ValueError(f"routes are {name!r}: {rule}; use 'round robin' or 'hot experts'")
+    raise WrongRoutes(f"routes are {name!r}: {rule}; use 'round robin' or 'hot experts'")
 
 
 def force(routes: Routes, rank: int = 0) -> None:

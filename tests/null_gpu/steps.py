@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.null_gpu.routes import Routes, find_routes, force
+from tests.null_gpu.routes import find_routes, force
 
 ROOT = Path(__file__).parents[2]
 

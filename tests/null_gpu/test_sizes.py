@@ -50,9 +50,9 @@ def test_round_robin_is_even_and_the_trace_is_not() -> None:
 
 
 def test_natural_routing_and_other_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(routes.WrongRoutes):
         routes.find_routes("", 8, 96, 2, 8)
-    with pytest.raises(ValueError):
+    with pytest.raises(routes.WrongRoutes):
         routes.find_routes("hot experts", 8, 96, 2, 8)
 
     class Asked(Exception):

@@ -32,11 +32,11 @@ from forge_parallel.plan import (
     estimate_layout,
     find_hardware,
     find_nodes,
+    memory,
     render,
     score,
     search,
 )
-from forge_parallel.plan import memory
 from forge_parallel.plan.candidate import describe
 from forge_parallel.plan.memory import Memory, local_numel, micro_batches_in_flight
 from forge_parallel.plan.trace import trace
