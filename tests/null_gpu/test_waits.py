@@ -76,6 +76,29 @@ def test_the_page_has_every_wait_and_every_reason() -> None:
     assert "1 of the 2 layouts" in text
 
 
+def test_every_phase_is_a_function_of_the_sources() -> None:
+    """A phase of a name that is gone would count no wait."""
+    root = Path(__file__).parents[2]
+    found = set()
+    for path in [*root.glob("packages/*/src/**/*.py"), *root.glob("apps/*/src/**/*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                functions = (n.name for n in node.body if isinstance(n, ast.FunctionDef))
+                found |= {f"{node.name}.{name}" for name in functions}
+    assert phases() <= found
+
+
+def phases() -> set[str]:
+    """The names that record.py reads; it can be imported on the null GPU only."""
+    tree = ast.parse(Path(__file__).with_name("record.py").read_text())
+    (table,) = (
+        n.value
+        for n in tree.body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PHASES"
+    )
+    return set(ast.literal_eval(table))
+
+
 def test_F182_no_source_makes_tensors_of_numbers_on_a_device() -> None:
     """torch.tensor(numbers, device=cuda) waits for the device; `.to(device, non_blocking=True)` of one does not."""
     root = Path(__file__).parents[2]
