@@ -137,7 +137,7 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     else:
         # FSDP2 frees the input of the last reduce-scatter, outside blocks, in the next backward
         after = float(gradients)
-        before = after + (0 if s.sync_once else sizes[-1].learned * reduced)
+        before = after + (0 if s.sync_once else gathered.waits)
         before *= candidate.num_micro_batches > 1
     peak = static + max(
         before + activations + loss + gathered.head,
@@ -222,18 +222,20 @@ class Gathered(NamedTuple):
     head     more of them during the loss: of a head that is a unit of its own
     buffers  unsharded gradients and buffers of collectives in a block's backward
     ends     those of modules outside blocks at the end of the backward
+    waits    the input of the last reduce-scatter
     """
 
     blocks: float
     head: float
     buffers: float
     ends: float
+    waits: float
 
 
 def _gathered(candidate: Candidate, load: Load) -> Gathered:
     """Weights that are gathered on a rank, with the gradients and buffers of their collectives."""
     if not candidate.wrapped:
-        return Gathered(0.0, 0.0, 0.0, 0.0)
+        return Gathered(0.0, 0.0, 0.0, 0.0, 0.0)
     s, d, compute = candidate.storage, candidate.layout, candidate.compute
     is_sharded = d.dp_shard * d.cp > 1
     blocks = [group_size(block, candidate) for block in load.blocks]
@@ -256,8 +258,14 @@ def _gathered(candidate: Candidate, load: Load) -> Gathered:
     # gradients of modules after the blocks; of a head by itself the input of its reduce-scatter
     after_blocks = group_size(candidate.profile.ends(False, load.last), candidate).learned
     pending = (after_blocks - head.learned) * compute + head.learned * candidate.reduce
-    at_end = (ends.learned - head.learned) * out
-    return Gathered(gathered, head.gathered * compute, buffers + pending, at_end)
+    last = ends.learned - head.learned
+    return Gathered(
+        gathered,
+        head.gathered * compute,
+        buffers + pending,
+        last * out,
+        float(last * candidate.reduce),
+    )
 
 
 _NOTHING = GroupSize(0, 0, 0.0, 0, 0, 0)
