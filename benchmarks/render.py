@@ -20,6 +20,8 @@ Above 1, Forge is faster. A row passes with a median of at least its bound and a
 rows compare Forge with itself, first and last; outside of 0.98 to 1.02 the run is void. Bounds are 1.00; 0.98 where both sides
 call the same kernels of torch; none, or a lower one, where the other side does less.
 
+Kernels, bytes, FLOPs and peak memory of steps at real sizes on a GPU, next to those of peers: [null-gpu-sizes.md](null-gpu-sizes.md).
+
 """
 REPEAT = """
 ## Repeat it

@@ -81,7 +81,8 @@ def _step(config: Any, world: int, rank: int) -> dict[str, Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    AllToAllDispatch.exchange_splits = _even  # type: ignore[method-assign]
+    AllToAllDispatch.start_splits = _even  # type: ignore[assignment, method-assign]
+    AllToAllDispatch.splits = lambda _, even: even  # type: ignore[assignment, method-assign]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     parallel = replace(config.parallel, device="cpu", compile=False, memory_budget=None)
     meshes = make_meshes(parallel)  # outside of the fake mode: meshes hold real numbers

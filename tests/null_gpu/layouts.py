@@ -1,4 +1,4 @@
-"""Runs every job on null GPUs, and keeps the table of their host waits.
+"""Runs every job on null GPUs, and keeps the table of their host waits, kernels and collectives.
 
     hatch run null-gpu layouts                    # all; compared with docs/data/null-gpu-layouts.json
     hatch run null-gpu layouts --only "tp 2"      # that one
@@ -7,8 +7,8 @@
     hatch run null-gpu layouts --write            # the table and its page follow, where they shrink
 
 A job is `forge-train run` with saves, evaluations and a sample, once more from its newest checkpoint, and `forge-train
-generate`. It is red if one of them fails, or if it waits for the device where the table has no such wait: to allow one, remove
-its row from the table, and write it again. Leaves with 1 if a job is red.
+generate`. It is red if one of them fails, if it waits for the device where the table has no such wait, or if a step has more
+kernels or collectives than the table: to allow them, remove its row from the table, and write it again. Leaves with 1 if a job is red.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", action="append", choices=JOBS, metavar="NAME", help="this job; may be repeated")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="keep what was measured of this commit")  # fmt: skip
     parser.add_argument("--new", action="store_true", help="only jobs that lack one")
-    parser.add_argument("--write", action="store_true", help="new rows, and those with fewer waits")
+    parser.add_argument("--write", action="store_true", help="new rows, and those that are not red")
     parser.add_argument("--lanes", type=int, default=2, help="jobs at once")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/null-gpu", help="of the runs")
     args = parser.parse_args(argv)

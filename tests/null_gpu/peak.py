@@ -86,8 +86,8 @@ def _train(job: dict[str, Any], folder: Path) -> dict[str, int]:
         Store.prepare = _nothing  # type: ignore[assignment, method-assign]
     flags = {**job["flags"], "run.dir": str(folder / "run"), "health.at_start": False}
     trainer = Trainer(load_job(job["config"], flags), saves=job["saves"])
-    with launch(trainer.config.parallel):
-        trainer.fit(trainer.meshes)
+    with launch(trainer.config.parallel) as meshes:
+        trainer.fit(meshes)
         found = torch.cuda.memory_stats()
     return {
         "peak": found["allocated_bytes.all.peak"],

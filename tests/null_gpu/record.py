@@ -18,11 +18,11 @@ from tests.null_gpu.device import counted
 #: Functions of the runner that are a phase; the innermost one on the stack counts.
 PHASES = {
     "Trainer.train_step": "step",
-    "Trainer._send_row": "row",
-    "Trainer._check_numerics": "row",
-    "MetricRows.begin": "row",
-    "Trainer._evaluate": "evaluation",
-    "Trainer._save_step": "save",
+    "Run.send_row": "row",
+    "Guard.check": "row",
+    "Trainer._begin_row": "row",
+    "Evaluator.__call__": "evaluation",
+    "Trainer._save": "save",
     "Profile._write": "profile",
     "Health.after_step": "probe",
     "Replicas.before_forward": "comparison",

@@ -51,7 +51,8 @@ class Tally(TorchDispatchMode):
         tally.matmul_flops, tally.bytes()
 
     matmuls, matmul_flops: of mm, addmm, bmm, baddbmm and _grouped_mm; attention is not among them. largest: (bytes,
-    operator, shape) of the largest output. collective_bytes: by name, the larger of input and output.
+    operator, shape) of the largest output. collective_bytes: by name, the larger of input and output. calls: of all operators,
+    by name.
     """
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class Tally(TorchDispatchMode):
         self.read: Counter[str] = Counter()
         self.written: Counter[str] = Counter()
         self.collective_bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
         self.matmuls = self.matmul_flops = 0
         self.largest: tuple[int, str, tuple[int, ...]] = (0, "", ())
 
@@ -78,6 +80,7 @@ class Tally(TorchDispatchMode):
 
     def _add(self, func: Any, args: Any, kwargs: Any, out: Any, kernels: int) -> None:
         name = str(func)
+        self.calls[name] += 1
         kind = next(kind for kind, pattern in CLASSES.items() if re.search(pattern, name))
         inputs, outputs = tensors((args, kwargs)), tensors(out)
         if kind == "collective":

@@ -1,4 +1,4 @@
-"""The table of host waits may only shrink, and a planted wait turns its layout red."""
+"""The table of host waits, kernels and collectives may only shrink, and a planted wait turns its layout red."""
 
 from __future__ import annotations
 
@@ -51,6 +51,15 @@ def test_a_wait_that_is_new_or_more_frequent_is_red_and_one_that_is_gone_is_repo
     assert fewer(more, kept) == [said.format("gather 3", 4)]
 
 
+def test_a_step_with_more_kernels_is_red_and_one_with_fewer_is_told() -> None:
+    kept = row()
+    assert list(problems(kept, kept, "")) == fewer(kept, kept) == []
+    assert len(list(problems(kept | {"kernels": 10}, kept, ""))) == 1
+    assert fewer(kept | {"kernels": 10}, kept) == []
+    assert list(problems(kept | {"kernels": 8}, kept, "")) == []
+    assert len(fewer(kept | {"kernels": 8}, kept)) == 1
+
+
 def test_a_step_that_waits_is_red_without_a_reason_whatever_the_table_holds() -> None:
     found = row(step={"m:item": 1})
     wrong = "tp 2: a step waits 1 times in m:item, and a step waits for nothing"
@@ -65,6 +74,29 @@ def test_the_page_has_every_wait_and_every_reason() -> None:
     assert "| `m:item` | 1 | tp 2 |" in text
     assert "- **tp 2**: split sizes." in text
     assert "1 of the 2 layouts" in text
+
+
+def test_every_phase_is_a_function_of_the_sources() -> None:
+    """A phase of a name that is gone would count no wait."""
+    root = Path(__file__).parents[2]
+    found = set()
+    for path in [*root.glob("packages/*/src/**/*.py"), *root.glob("apps/*/src/**/*.py")]:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                functions = (n.name for n in node.body if isinstance(n, ast.FunctionDef))
+                found |= {f"{node.name}.{name}" for name in functions}
+    assert phases() <= found
+
+
+def phases() -> set[str]:
+    """The names that record.py reads; it can be imported on the null GPU only."""
+    tree = ast.parse(Path(__file__).with_name("record.py").read_text())
+    (table,) = (
+        n.value
+        for n in tree.body
+        if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PHASES"
+    )
+    return set(ast.literal_eval(table))
 
 
 def test_F182_no_source_makes_tensors_of_numbers_on_a_device() -> None:

@@ -1,4 +1,4 @@
-"""The kept table of host waits, which may only shrink, and the page made from it.
+"""The kept table of host waits, kernels and collectives, which may only shrink, and the page made from it.
 
 A row is a JSON object: layout, ranks, kernels and collectives of a steady step of rank 0, waits as
 {phase: {"module:function": times}}, of each function those of the rank that waits most.
@@ -21,8 +21,8 @@ PHASES = {
 
 
 def problems(row: Row, kept: Row | None, reason: str) -> Iterator[str]:
-    """Why a row is red: a step that waits without a reason, and each wait or collective of a step that is new or made
-    more often than in the kept row. Without a kept row there is nothing to compare with."""
+    """Why a row is red: a step that waits without a reason or launches more kernels than in the kept row, and each wait
+    or collective that is new or made more often. Without a kept row there is nothing to compare with."""
     for function, times in row["waits"].get("step", {}).items():
         if not reason:
             yield f"{row['layout']}: a step waits {times} times in {function}, and a step waits for nothing"
@@ -31,12 +31,19 @@ def problems(row: Row, kept: Row | None, reason: str) -> Iterator[str]:
 
 
 def fewer(row: Row, kept: Row) -> list[str]:
-    """Each wait or collective that is gone, or made less often than in the kept row."""
+    """What is less than in the kept row: kernels, each wait, each collective."""
     return [text for text, more in _changes(row, kept) if not more]
 
 
 def _changes(row: Row, kept: Row) -> Iterator[tuple[str, bool]]:
-    """(sentence, whether there are more) for each wait and collective that is made another number of times."""
+    """(sentence, whether there are more) for kernels, and for each wait and collective, of another number."""
+    was, times = kept["kernels"], row["kernels"]
+    if was != times:
+        yield (
+            f"{row['layout']}: a step launches {times} kernels, {was} in the kept table",
+            times > was,
+        )
+
     for phase, meaning in PHASES.items():
         before, now = (table["waits"].get(phase, {}) for table in (kept, row))
         for function in sorted({*before, *now}):
@@ -60,7 +67,7 @@ It shows that this code runs; it shows no numbers.
 A *host wait* is a call in which the host waits for the device: kernels that would be queued meanwhile are not. The
 contract: a step waits for nothing, except for the split sizes of expert parallelism; {zero} of the {number} layouts keep it without
 an exception, the others have their reason below. `hatch run null-gpu layouts` compares each layout with this table, and is red for
-a wait or a collective of a step that is new or made more often; `--write` writes what became less. Kernels are launches and cuBLAS calls of rank 0 in a steady step.
+a wait or a collective of a step that is new or made more often, and for a step with more kernels; `--write` writes what became less. Kernels are launches and cuBLAS calls of rank 0 in a steady step.
 
 Written by `hatch run null-gpu layouts --write` from `null-gpu-layouts.json`. Commit {commits}.
 

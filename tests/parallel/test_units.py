@@ -1,9 +1,11 @@
-"""FSDP2's units of Forge's own models: what is gathered, how often, and that gradients are those of one process."""
+"""FSDP2's units of Forge's own models: what is gathered, how often, that gradients are those of one process; starts."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,13 +14,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from forge_core import Transformer, TransformerConfig
 from forge_core.lora import LoRAConfig, lora
 from forge_core.model.mtp import MTPConfig
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes import fsdp
+from forge_resilience import Agreement
 from forge_testing import device, run_on_ranks
+from forge_train import load_job
+from forge_train.build.build import build_trained
+from forge_train.loop.assemble import shard
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
@@ -226,3 +234,60 @@ def test_the_root_of_8b_gathers_one_norm() -> None:
     # of 32 layers: 30.02 GB
     assert found["gathered"] == 2 * table + 2 * 3 * block + norm
     assert found["alive"] == table + block + norm
+
+
+# ---- the start of a 70B model
+
+
+class Held(TorchDispatchMode):
+    """Bytes of the storages that operators make and that are alive, and the most of them at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                self._hold(getattr(tensor, "_local_tensor", tensor).untyped_storage())
+        return out
+
+    def _hold(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.now += size
+            self.most = max(self.most, self.now)
+            weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def start_of_70b(world: int, recipe: str) -> tuple[int, int, int]:
+    """Bytes of rank 0 of many: most at a time, of its shard, of a layer. On CPUs, as `forge-train run` begins."""
+    flags = {"parallel.device": "cpu", "parallel.dp_shard": world, "train.global_batch": world}
+    with fake_ranks(world):
+        config = load_job(recipe, flags, with_data=False).config
+        meshes = make_meshes(config.parallel)
+        with Held() as held:
+            model = shard(build_trained(config), config, meshes, Agreement())
+        local = [p.to_local() for p in model.parameters()]  # type: ignore[operator]
+        assert all(bool(p.isfinite().all()) for p in local)
+        layer = sum(p.numel() * p.element_size() for p in model.layers["0"].parameters())  # type: ignore[index]
+        return held.most, sum(p.nbytes for p in local), layer
+
+
+def test_the_start_of_70b_holds_no_more_than_a_shard_and_a_layer() -> None:
+    """A shard of 276 MB on each of 1,024 ranks; an embedding is 4.2 GB, and a layer 3.4 GB."""
+    recipe = str(Path(__file__).parents[2] / "configs/recipes/70b.toml")
+    ((most, shard_bytes, layer),) = run_on_ranks(1, start_of_70b, 1024, recipe)
+    assert 4 * 70.55e9 / 1024 < shard_bytes < 1.01 * 4 * 70.56e9 / 1024
+    assert layer == pytest.approx(3.42e9, rel=0.01)
+    # pieces of random bits, and the numbers of rows and columns
+    assert most - shard_bytes < 2**25 < layer

@@ -32,12 +32,13 @@ from forge_parallel.plan import (
     estimate_layout,
     find_hardware,
     find_nodes,
+    memory,
     render,
     score,
     search,
 )
 from forge_parallel.plan.candidate import describe
-from forge_parallel.plan.memory import local_numel, micro_batches_in_flight
+from forge_parallel.plan.memory import Memory, local_numel, micro_batches_in_flight
 from forge_parallel.plan.trace import trace
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
@@ -278,6 +279,44 @@ def test_traffic_of_fsdp_and_hsdp() -> None:
     found = {t.axis: t for t in plan(model, 4, batch=8, micro_batch=1, dp_replicate=2).traffic}
     assert found["fsdp"].whole == 2 * fsdp.whole  # two micro-batches
     assert found["dp_replicate"].whole == numel / 2 * 4 * 2  # its shard, there and back, once
+
+
+class WithEnds(Llama):
+    """A model that returns its embedding and head, which FSDP2 then wraps by themselves."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@pytest.mark.lane("quick")
+def test_ends_that_are_units_are_not_gathered_while_blocks_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def planned(model: type[nn.Module], least: int, tied: bool = False, **options: Any) -> Memory:
+        monkeypatch.setattr(memory, "OWN_UNIT", least)
+        with torch.device("meta"):
+            found: Any = model()
+        if tied:
+            found.head.weight = found.embedding.weight
+        return plan(found, 4, **options).memory[0]
+
+    table = 96 * 64 * 2  # bf16
+    in_root, units = (planned(WithEnds, least) for least in (2**24, 1))
+    # less two tables; more by the fp32 input of the reduce-scatter of the head, in place of its bf16 gradient
+    assert in_root.gathered - units.gathered == 2 * table - table
+    assert units.peak < in_root.peak
+
+    for same in (
+        (Llama, 2**24), (Llama, 1),
+        (WithEnds, 2**24),
+    ):  # fmt: skip
+        assert planned(*same) == in_root
+    assert planned(WithEnds, 1, tied=True) == planned(WithEnds, 2**24, tied=True)
+    kept = {"reshard_after_forward": False}
+    assert planned(WithEnds, 1, **kept) == planned(WithEnds, 2**24, **kept)
 
 
 def test_traffic_of_tensor_parallelism_is_four_streams_a_block() -> None:

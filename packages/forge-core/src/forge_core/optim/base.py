@@ -414,7 +414,8 @@ def count_steps(states: Sequence[Mapping[str, Tensor]], skip: Tensor | None) -> 
     if skip is None:
         torch._foreach_add_(steps, 1)
     else:
-        torch._foreach_add_(steps, (skip == 0).to(steps[0]))
+        # a tensor in place of the list would become a number, for which the host waits
+        torch._foreach_add_(steps, [(skip == 0).to(steps[0])] * len(steps))
 
 
 def count_step(state: Mapping[str, Tensor], skip: Tensor | None) -> None:

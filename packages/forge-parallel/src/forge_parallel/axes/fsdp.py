@@ -174,26 +174,35 @@ def _owned_parameters(units: Iterable[nn.Module]) -> dict[nn.Module, set[nn.Para
     return owned
 
 
-def _large_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """The embedding and the head that a model returns, as models of transformers do; None for one that is small, or
-    tied: another module reads its weight, for which the root must gather it."""
+def untied_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The embedding and the head that a model returns, as models of transformers do; None for one that is tied: another
+    module reads its weight, for which the root must gather it."""
     embedding, head = (
         get() if callable(get := getattr(model, f"get_{side}_embeddings", None)) else None
         for side in ("input", "output")
     )
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
 
-    def is_large(end: nn.Module | None) -> bool:
-        parameters = [] if end is None else list(end.parameters())
-        size = sum(local_tensor(p).numel() for p in parameters)
-        return size >= OWN_UNIT and all(names[id(p)] == 1 for p in parameters)
+    def is_untied(end: nn.Module | None) -> bool:
+        return end is not None and all(names[id(p)] == 1 for p in end.parameters())
 
     # a head without parameters is given those of the embedding
     tied = head is not None and not any(True for _ in head.parameters())
     return (
-        embedding if is_large(embedding) and not tied else None,
-        head if is_large(head) else None,
+        embedding if is_untied(embedding) and not tied else None,
+        head if is_untied(head) and not tied else None,
     )
+
+
+def _large_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """Those of `untied_ends` from `OWN_UNIT` elements on; None for a smaller one."""
+
+    def large(end: nn.Module | None) -> nn.Module | None:
+        size = 0 if end is None else sum(local_tensor(p).numel() for p in end.parameters())
+        return end if size >= OWN_UNIT else None
+
+    embedding, head = untied_ends(model)
+    return large(embedding), large(head)
 
 
 def _looks_up(module: nn.Module) -> bool:

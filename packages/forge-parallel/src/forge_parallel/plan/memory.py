@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import NamedTuple
 
-from forge_parallel.axes.fsdp import shards_dim_1
+from forge_parallel.axes.fsdp import OWN_UNIT, shards_dim_1
 from forge_parallel.axes.roles import BY_ROWS
 from forge_parallel.config import splits_backward
 from forge_parallel.plan.candidate import Candidate, Load
@@ -21,7 +21,8 @@ class Memory:
     activations   saved for `in_flight` micro-batches
     recomputed    activations of one block, and its transient gradients
     gathered      unsharded weights of two neighboring blocks and of modules outside blocks, in the compute dtype, with
-                  a block's gradients and the buffers of collectives
+                  a block's gradients and the buffers of collectives; an embedding or a head that FSDP2 wraps by itself
+                  is not gathered while blocks run
     loss          logits, their gradient, its workspace
     peak          largest of three moments: the loss, a block's backward, the end of the backward, each with tensors
                   left from the moment before, and workspaces
@@ -121,9 +122,9 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     in_flight = sum(passes) / len(passes)
     activations = candidate.micro_batch * _saved_activations(candidate, load, passes)
     recomputed = candidate.micro_batch * _transient(candidate, load)
-    gathered, buffers, ends = _gathered(candidate, load)
+    gathered = _gathered(candidate, load)
     loss = _loss(candidate) if load.last else 0.0
-    static = weights + moments + gathered + _LIBRARIES
+    static = weights + moments + gathered.blocks + _LIBRARIES
 
     # gradients `before` the last backward and `after` it; in the first micro-batch they grow while activations shrink
     reduced = candidate.reduce if candidate.wrapped else 0
@@ -136,15 +137,15 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     else:
         # FSDP2 frees the input of the last reduce-scatter, outside blocks, in the next backward
         after = float(gradients)
-        before = after + (0 if s.sync_once else sizes[-1].learned * reduced)
+        before = after + (0 if s.sync_once else gathered.waits)
         before *= candidate.num_micro_batches > 1
     peak = static + max(
-        before + activations + loss,
-        max(before + activations, after) + recomputed + buffers,
-        after + ends,
+        before + activations + loss + gathered.head,
+        max(before + activations, after) + recomputed + gathered.buffers,
+        after + gathered.ends,
     )
     return Memory(weights, gradients, moments, activations, recomputed,
-                  gathered + buffers, loss, peak, in_flight)  # fmt: skip
+                  gathered.blocks + gathered.buffers, loss, peak, in_flight)  # fmt: skip
 
 
 def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> list[float]:
@@ -214,11 +215,27 @@ def _transient(candidate: Candidate, load: Load) -> float:
     return max(again, default=0) + waits
 
 
-def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
-    """Bytes of (gathered weights while blocks run, unsharded gradients and buffers of a block's backward, those of
-    modules outside blocks at the end of the backward)."""
+class Gathered(NamedTuple):
+    """Bytes of unsharded weights and gradients.
+
+    blocks   weights while blocks run
+    head     more of them during the loss: of a head that is a unit of its own
+    buffers  unsharded gradients and buffers of collectives in a block's backward
+    ends     those of modules outside blocks at the end of the backward
+    waits    the input of the last reduce-scatter
+    """
+
+    blocks: float
+    head: float
+    buffers: float
+    ends: float
+    waits: float
+
+
+def _gathered(candidate: Candidate, load: Load) -> Gathered:
+    """Weights that are gathered on a rank, with the gradients and buffers of their collectives."""
     if not candidate.wrapped:
-        return 0.0, 0.0, 0.0
+        return Gathered(0.0, 0.0, 0.0, 0.0, 0.0)
     s, d, compute = candidate.storage, candidate.layout, candidate.compute
     is_sharded = d.dp_shard * d.cp > 1
     blocks = [group_size(block, candidate) for block in load.blocks]
@@ -228,7 +245,9 @@ def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
     # torch's pipeline stages keep weights gathered until the last backward; copies of weights that are frozen in 16
     # bits exist only while they are used, on one rank too
     reshards = (candidate.reshards or s.frozen == 2) and d.pp == 1
-    gathered = float((sum(sizes[:2] if reshards else sizes) + ends.gathered) * compute)
+    embedding, head = _own_units(candidate, load) if reshards else (_NOTHING, _NOTHING)
+    outside = ends.gathered - embedding.gathered - head.gathered
+    gathered = float((sum(sizes[:2] if reshards else sizes) + outside) * compute)
     if candidate.num_micro_batches > 1 and s.sync_once and is_sharded and d.pp == 1:
         gathered += (sum(sizes) + ends.gathered) * compute
 
@@ -236,8 +255,32 @@ def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
     out = compute + candidate.reduce
     learned = max((block.learned for block in blocks), default=0)
     buffers = (max(sizes, default=0) * compute + learned * out) * is_sharded
+    # gradients of modules after the blocks; of a head by itself the input of its reduce-scatter
     after_blocks = group_size(candidate.profile.ends(False, load.last), candidate).learned
-    return gathered, buffers + after_blocks * compute, ends.learned * out
+    pending = (after_blocks - head.learned) * compute + head.learned * candidate.reduce
+    last = ends.learned - head.learned
+    return Gathered(
+        gathered,
+        head.gathered * compute,
+        buffers + pending,
+        last * out,
+        float(last * candidate.reduce),
+    )
+
+
+_NOTHING = GroupSize(0, 0, 0.0, 0, 0, 0)
+
+
+def _own_units(candidate: Candidate, load: Load) -> tuple[GroupSize, GroupSize]:
+    """The embedding and the head, if FSDP2 wraps them by themselves and frees them (`axes.fsdp.apply_fsdp`).
+
+    The root keeps what other modules read. Trainers that sum unsharded gradients wrap no such units.
+    """
+    groups = candidate.profile.units_of_ends(load.first, load.last)[:2]
+    sizes = [group_size(group, candidate) for group in groups]
+    is_own = [size.gathered >= OWN_UNIT and not candidate.storage.sync_once for size in sizes]
+    embedding, head = (size if own else _NOTHING for size, own in zip(sizes, is_own, strict=True))
+    return embedding, head
 
 
 def _loss(candidate: Candidate) -> float:

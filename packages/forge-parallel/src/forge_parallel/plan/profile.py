@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from forge_parallel._shared.problems import Problem, problems_of
+from forge_parallel.axes.fsdp import untied_ends
 from forge_parallel.axes.precision import own_dtype
 from forge_parallel.axes.roles import (
     BY_ROWS,
@@ -112,6 +113,10 @@ class Profile:
             if self.order.count(kind) <= 2:
                 self.samples[name] = kind
         self._outside = self._params("", self.model, taken)
+        own = [() if end is None else end.parameters() for end in untied_ends(self.model)]
+        ids = [{id(p) for p in parameters} for parameters in own]
+        full = dict(self.model.named_parameters())
+        self._untied = [{n for n, p in full.items() if id(p) in of_end} for of_end in ids]
 
     def _params(self, name: str, module: nn.Module, taken: set[int]) -> tuple[ParamInfo, ...]:
         """Parameters of the module `name` under its own names, without those in `taken`, to which they are added."""
@@ -160,6 +165,19 @@ class Profile:
             return ParamGroup(tuple(params), self.head_flops * last + self.first_flops * first)
 
         return self.once(("ends", first, last), make)
+
+    def units_of_ends(self, first: bool, last: bool) -> tuple[ParamGroup, ParamGroup, ParamGroup]:
+        """The parameters of `ends` that belong to an untied embedding, to an untied head, and to neither."""
+
+        def make() -> tuple[ParamGroup, ParamGroup, ParamGroup]:
+            params = self.ends(first, last).params
+            embedding, head = (
+                tuple(p for p in params if p.name in names) for names in self._untied
+            )
+            rest = tuple(p for p in params if p not in (*embedding, *head))
+            return ParamGroup(embedding, 0.0), ParamGroup(head, 0.0), ParamGroup(rest, 0.0)
+
+        return self.once(("units_of_ends", first, last), make)
 
     @property
     def num_experts(self) -> int:
