@@ -49,7 +49,7 @@ def test_round_robin_is_even_and_the_trace_is_not() -> None:
     assert max(rows) == rows[sizes.CASES["moe 64, EP 8, hot experts"].rank]
 
 
-def test_natural_routing_and_other_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_natural_routing_and_other_experts_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(routes.WrongRoutes):
         routes.find_routes("", 8, 96, 2, 8)
     with pytest.raises(routes.WrongRoutes):

@@ -51,7 +51,7 @@ def test_a_wait_that_is_new_or_more_frequent_is_red_and_one_that_is_gone_is_repo
     assert fewer(more, kept) == [said.format("gather 3", 4)]
 
 
-def test_a_step_with_more_kernels_is_red_and_one_with_fewer_is_told() -> None:
+def test_a_step_with_more_kernels_is_red_and_one_with_fewer_is_reported() -> None:
     kept = row()
     assert list(problems(kept, kept, "")) == fewer(kept, kept) == []
     assert len(list(problems(kept | {"kernels": 10}, kept, ""))) == 1
