@@ -595,7 +595,7 @@ def test_the_result_has_code_attempts_and_reason(tmp_path, capfd):
     assert "restarts" in capfd.readouterr().err
     left = supervise(["sh", "-c", "exit 3"], 1, config=WatchConfig("report"))
     assert (left.code, left.attempts) == (3, 1)
-    assert "'report'" in capfd.readouterr().err, "why it is not started again"
+    assert "'report'" in capfd.readouterr().err
     assert "'report'" in left.reason
     stopped = supervise(["sh", "-c", "kill -USR1 $PPID; exec sleep 60"], 1)
     assert (stopped.code, stopped.attempts) == (75, 1)
