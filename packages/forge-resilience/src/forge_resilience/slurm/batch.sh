@@ -7,8 +7,7 @@
 cd -- __WORKING_DIR__ || exit __CONFIG_ERROR__
 run=__RUN_DIR__
 job=__JOB__
-# the first job of resubmitted ones, or the name of an orchestrated run: their attempts are counted together
-chain=${FORGE_CHAIN:-$job}
+chain=${FORGE_CHAIN:-$job}  # the first job of resubmitted ones, or the name of an orchestrated run: one count of attempts
 attempts=__FOLDER__/lives-$chain  # a line for each attempt: the newest checkpoint when it began
 script=__SCRIPT__
 attempt_began=$(printf '%(%FT%T)T' -1)
