@@ -71,9 +71,9 @@ class ShardedRows:
             "sample indices, or prepare the files"
         )
 
-    def shards_of(self, instance_ids: np.ndarray) -> np.ndarray:
+    def shards_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """The shard (N,) of each sample index."""
-        shards: np.ndarray = np.asarray(instance_ids, np.int64) % self.num_shards
+        shards: np.ndarray = np.asarray(sample_ids, np.int64) % self.num_shards
         return shards
 
     def load_places(self, table: np.ndarray) -> None:
@@ -83,10 +83,10 @@ class ShardedRows:
             self._shards: dict[int, tuple[Window, Iterator[Window]]] = {}
 
     def read_rows(
-        self, instance_ids: np.ndarray, row: Callable[[Any, int], Any]
+        self, sample_ids: np.ndarray, row: Callable[[Any, int], Any]
     ) -> tuple[list[Any], np.ndarray]:
         """`row(rows of its window, number there)` of each sample index, and PLACES (N, 3)."""
-        ids = np.asarray(instance_ids, np.int64)
+        ids = np.asarray(sample_ids, np.int64)
         found: list[Any] = [None] * len(ids)
         places = np.zeros((len(ids), 3), np.int64)
         with self._lock:
@@ -125,7 +125,7 @@ class ShardedRows:
         pieces = self._dealt[shard :: self.num_shards]
         turn, start = place >> _ITEM_BITS, place & ((1 << _ITEM_BITS) - 1)
         while True:  # an epoch of the shard, or the rest of one
-            whole, before = turn % len(pieces) == 0 and start == 0, first
+            complete, before = turn % len(pieces) == 0 and start == 0, first
             items = self._epoch(shard, pieces, turn, start)
             while batch := list(islice(items, self.shuffle_window)):
                 place = batch[0][0]
@@ -134,7 +134,7 @@ class ShardedRows:
                     yield Window(first, place, rows)
                     first += len(rows)
 
-            if whole and first == before:
+            if complete and first == before:
                 raise self._no_rows(shard, pieces.tolist())
             turn, start = (turn // len(pieces) + 1) * len(pieces), 0
 
