@@ -31,7 +31,7 @@ from forge_data.tokens.files import TokenFiles
 from forge_data.tokens.files import verify as verify_files
 from forge_data.tokens.format import read_sidecar, read_statistics, waiting_parts
 
-_SHOWN = 64  # tokens that `inspect` decodes
+_SHOWN = 64  # tokens that `inspect` decodes: a few lines of a terminal
 
 
 def prepare(

@@ -35,8 +35,8 @@ SPLITS = ("train", "validation")
 VERIFY = ("touch", "full", "off")
 # Bounds far above realistic values, and far below those that exhaust a machine.
 MAX_SEQ_LEN = 1 << 24
-MAX_WORKERS = 256  # of one rank
-MAX_PREFETCH = 1024  # steps
+MAX_WORKERS = 256  # of one rank; more is a typing error
+MAX_PREFETCH = 1024  # steps, each of which holds a batch in memory
 MAX_GLOBAL_BATCH = 1 << 20
 MAX_TOKENS_AT_ONCE = 1 << 28  # of the rows of one rank, 8 GiB as arrays
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["difference_lines"]
 
 _DIGEST = re.compile("[0-9a-f]{16,}")
-_SHOWN = 12  # digits of a digest
+_SHOWN = 12  # digits of a digest: enough to tell two apart
 
 
 def difference_lines(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:

@@ -134,7 +134,7 @@ class Loader(IterableDataset[Batch]):
         self.accept_change = accept_change
         self.changed: dict[str, tuple[Any, Any]] = {}
         self.on_event = on_event
-        self._losses = 0  # of workers
+        self._losses = 0  # workers that died or hung: at most worker_restarts
         self._ahead: Workers | ShardWorkers | ReadAhead | None = None
         self._ahead_pid = 0
         self._places = Places(num_shards_of(stream))

@@ -92,7 +92,9 @@ class EpochOrder:
 
     def __init__(self, n: int, seed: int) -> None:
         self._n, self._seed = n, seed
-        self._permutation: tuple[int, Permutation] | None = None  # of the epoch of the last call
+        self._permutation: tuple[int, Permutation] | None = (
+            None  # that of the last call, as calls of one epoch follow each other
+        )
         self._blocks: dict[tuple[int, int], np.ndarray] = {}  # (epoch, block) -> rows
 
     def rows(self, instance_ids: np.ndarray) -> np.ndarray:

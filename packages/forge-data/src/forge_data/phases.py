@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PhaseConfig", "PhaseSegment", "phase_segments"]
 
-_LARGEST = 1 << 60  # tokens or instances before a phase
-_MAX_SEQ_LEN = 1 << 24  # as of a run
+_LARGEST = 1 << 60  # above it sums in int64 could overflow
+_MAX_SEQ_LEN = 1 << 24  # the limit of data.seq_len, too
 _MAX_GLOBAL_BATCH = 1 << 20
 
 

@@ -30,7 +30,7 @@ from forge_data.tokens.format import check_digest
 __all__ = ["StoredPlan", "open_plan"]
 
 _HEADER = "plan.json"
-_AT_ONCE = 1 << 20  # offsets that are hashed at once
+_AT_ONCE = 1 << 20  # offsets per call of the hash: 8 MB, however many documents there are
 _HEADER_BYTES = 1 << 16
 
 

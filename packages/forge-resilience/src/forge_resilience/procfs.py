@@ -138,7 +138,7 @@ def end_descendants(grace_seconds: float, keep: Container[int] = ()) -> int:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
             signalled |= alive
-        time.sleep(0.02)  # polling processes
+        time.sleep(0.02)  # nothing reports the end of a process that is no child
 
 
 def _collect(pid: int) -> bool:

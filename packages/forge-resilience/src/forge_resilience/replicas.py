@@ -24,7 +24,7 @@ _CHUNK = 2**21
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LAST_SHIFT = 31
-_MOST_NAMES = 8  # of tensors in an event
+_MOST_NAMES = 8  # of tensors in an event, whose line must stay readable
 _NO_REPLICAS = ""  # id of the replicas of a tensor that no other rank holds
 
 

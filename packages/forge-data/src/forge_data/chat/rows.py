@@ -166,8 +166,8 @@ class ChatStream:
         plan = plan_rows(self._lengths[kept], seq_len, "best_fit")
         self._rows, self._conversations = plan.rows, kept[plan.documents]
         self.utilization = plan.utilization
-        self.warnings: list[str] = []  # for the user
-        self.source_lines: list[str] = []  # lines that describe the source
+        self.warnings: list[str] = []
+        self.source_lines: list[str] = []
         self._weighted = rendered.counts["weighted"] > 0
         self._order = EpochOrder(len(self), seed)
 

@@ -32,7 +32,7 @@ ROW = np.dtype([("digest", "V16"), ("tokens", "<i8"), ("bytes", "<i8")])
 _MAGIC = b"FRGUNIT1"
 _TAIL = struct.Struct("<Q8s")  # bytes of the footer, magic
 _BATCH = 1 << 20  # characters that are tokenized in one call
-_AT_ONCE = 1 << 20  # tokens, or bytes, read at a time
+_AT_ONCE = 1 << 20  # tokens, or bytes, per read: bounds the memory of a merge
 
 
 class Counts(NamedTuple):

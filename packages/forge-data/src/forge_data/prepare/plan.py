@@ -21,7 +21,7 @@ __all__ = ["Chunk", "FileRange", "Plan", "Settings", "changed_meanwhile", "make_
 
 _VERSION = 1  # of chunk files: raise it when a file would give other documents, so that old chunks are not used
 SMALLEST, LARGEST = 1 << 20, 1 << 26  # bytes of text in a chunk: what a kill can lose per worker
-_CHUNKS = 64  # wanted of small inputs
+_CHUNKS = 64  # of small inputs, so that all workers get some
 _UNPACKED_RATIO = 4  # text in a packed file, of its size; a guess
 _LINE_END = {"line": re.compile(rb"\n"), "blank_line": re.compile(rb"\n\r?\n")}
 _SCAN = 1 << 16

@@ -54,7 +54,9 @@ _NOT_READ = {
     b"%PDF": ("PDF", "extract its text, for example with pdftotext"),
 }
 SLICE = 1 << 20  # characters of a slice when the whole file is one document
-_LONGEST_FIELD = 2**31 - 1  # of CSV, in characters
+_LONGEST_FIELD = (
+    2**31 - 1
+)  # in characters; the default of csv, 131,072, would reject long documents
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json makes one character of a pair
 _HEAD = 4096  # bytes that identify other formats
 _REPORT = 1 << 16  # characters between two reports

@@ -37,7 +37,7 @@ from forge_data.tokens.format import (
 )
 from forge_data.tokens.raw import Scan, Shard, scan_shard
 
-_BLOCK = 1 << 22  # tokens looked at in one go
+_BLOCK = 1 << 22  # tokens per read: bounds the memory of a check
 
 
 class TokenFiles:

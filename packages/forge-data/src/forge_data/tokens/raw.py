@@ -24,7 +24,7 @@ from forge_data.tokens.format import check_not_packed, check_range, check_split
 __all__ = ["IdShards", "Scan", "Shard", "find_shards", "scan_shard"]
 
 _log = logging.getLogger("forge_data")
-_BLOCK = 1 << 22  # ids looked at in one go
+_BLOCK = 1 << 22  # ids per read: bounds the memory of a check
 # Words of names: "fineweb_val_000001" is held out, "retrieval" and "interval" are not.
 _VALIDATION = re.compile("(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
 _OTHER = re.compile("(?<![a-z])(test|dev)(?![a-z])", re.IGNORECASE)

@@ -35,7 +35,7 @@ _NPY_HEADERS = {
 }
 _INDEX_MAGIC, _INDEX_HEADER = b"MMIDIDX\x00\x00", struct.Struct("<9sQBQQ")
 _INDEX_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-_SEQUENCES_AT_ONCE = 1 << 22  # sequences looked at in one go
+_SEQUENCES_AT_ONCE = 1 << 22  # sequences per read: bounds the memory of a check
 
 
 def open_nanogpt(

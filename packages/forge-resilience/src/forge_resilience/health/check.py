@@ -22,7 +22,7 @@ from forge_resilience.health.probes import BROKEN, DRAIN, OK, WARN, Finding, kno
 from forge_resilience.journal import read_events
 from forge_resilience.provenance import node_name
 
-MOST_FINDINGS = 32  # in an event
+MOST_FINDINGS = 32  # in an event, whose line must stay readable
 _WHOLE = 0.9  # of the time limit: clocks of two libraries
 _FIX = "look at these ranks and their nodes (py-spy dump), and run again without them"
 _LIFE = ("start", "resume")

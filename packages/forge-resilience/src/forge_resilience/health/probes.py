@@ -29,7 +29,7 @@ WARN = "warn"
 MISSING = "missing"
 BROKEN = "broken"
 _WORDS = 2**17  # of 8 bytes in a MiB
-_CHUNK = 2**20  # words that are compared at once
+_CHUNK = 2**20  # words per comparison: bounds the memory of the probe
 _PATTERNS = (0, -1, 0x5555555555555555, -0x5555555555555556)
 DRAIN = "have the device looked at; until then leave its node out of the queue, or hide it (CUDA_VISIBLE_DEVICES=)"
 _MOST_SECONDS_APART = 2.0
