@@ -230,7 +230,9 @@ def explain(args: list[str]) -> int:
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)
         lines += of_layout
-    print_explanation(job, Console(), flags.changed)
+    # a file or a pipe takes origins without line breaks, so that grep finds them
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000
+    print_explanation(job, Console(width=wide), flags.changed)
 
     if job.config.data.phases:
         lines += phase_lines(job.config)
