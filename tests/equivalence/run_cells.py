@@ -27,7 +27,7 @@ import torch
 from cells import CELLS, FEATURES, LAYOUTS, SMOKE, Cell
 from compare import Measured, measure
 from page import RANDOM_JOBS, page
-from rejections import REJECTIONS, rejection
+from invalid_cells import REJECTIONS, rejection
 from settings import described
 
 from forge_testing import RankError, choose, run_on_ranks

@@ -19,7 +19,7 @@ from cells import BY_NAME, CELLS, FEATURES, LAYOUTS, OPTIMIZERS, SMOKE, Cell
 from compare import Measured, measure, whole
 from mutations import MUTATIONS
 from page import RANDOM_JOBS, page
-from rejections import REJECTIONS, rejection
+from invalid_cells import REJECTIONS, rejection
 from training import Piece
 
 from forge_testing.schedules import marks

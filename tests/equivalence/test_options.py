@@ -11,7 +11,7 @@ import run_cells
 import torch
 from cells import BF16_BOUNDS, CELLS, FEATURES, FP32_BOUND, LAYOUTS, Cell
 from page import page
-from rejections import REJECTIONS
+from invalid_cells import REJECTIONS
 from run_cells import arguments, chosen_names
 
 from forge_testing.devices import DEVICE, NPROC

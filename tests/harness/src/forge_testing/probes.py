@@ -9,15 +9,16 @@ from typing import Any
 
 from forge_resilience.health import BROKEN, Finding
 
-# Any: its names are replaced, and are no public ones
+# Any: their names are replaced, and are no public ones
 check: Any = importlib.import_module("forge_resilience.health.check")
+probes: Any = importlib.import_module("forge_resilience.health.probes")
 
 
 @contextlib.contextmanager
 def wrong_results(is_wrong: Callable[[], bool]) -> Iterator[list[Any]]:
     """Health checks of this process find a broken device while `is_wrong()`; how they were asked is appended to the list."""
     asked: list[Any] = []
-    kept = check.known_answer, check.memory_patterns, check.arrived
+    kept = check.known_answer, probes.memory_patterns, check.arrived
 
     def known_answer(device: Any, seed: int) -> Finding:
         if is_wrong():
@@ -32,7 +33,7 @@ def wrong_results(is_wrong: Callable[[], bool]) -> Iterator[list[Any]]:
         asked.append(("seconds", timeout_seconds))
         return kept[2](group, timeout_seconds)
 
-    check.known_answer, check.memory_patterns, check.arrived = (
+    check.known_answer, probes.memory_patterns, check.arrived = (
         known_answer,
         memory_patterns,
         arrived,
@@ -40,4 +41,4 @@ def wrong_results(is_wrong: Callable[[], bool]) -> Iterator[list[Any]]:
     try:
         yield asked
     finally:
-        check.known_answer, check.memory_patterns, check.arrived = kept
+        check.known_answer, probes.memory_patterns, check.arrived = kept
