@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from cells import CELLS, FEATURES, LAYOUTS, SMOKE, Cell
 from compare import Measured, measure
-from page import RANDOM_JOBS, page
 from invalid_cells import REJECTIONS, rejection
+from page import RANDOM_JOBS, page
 from settings import described
 
 from forge_testing import RankError, choose, run_on_ranks

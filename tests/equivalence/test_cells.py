@@ -17,9 +17,9 @@ import pytest
 import torch
 from cells import BY_NAME, CELLS, FEATURES, LAYOUTS, OPTIMIZERS, SMOKE, Cell
 from compare import Measured, measure, whole
+from invalid_cells import REJECTIONS, rejection
 from mutations import MUTATIONS
 from page import RANDOM_JOBS, page
-from invalid_cells import REJECTIONS, rejection
 from training import Piece
 
 from forge_testing.schedules import marks

@@ -10,8 +10,8 @@ import pytest
 import run_cells
 import torch
 from cells import BF16_BOUNDS, CELLS, FEATURES, FP32_BOUND, LAYOUTS, Cell
-from page import page
 from invalid_cells import REJECTIONS
+from page import page
 from run_cells import arguments, chosen_names
 
 from forge_testing.devices import DEVICE, NPROC

@@ -52,7 +52,9 @@ def test_F79_a_machine_without_gpu_prints_its_first_loss_line(tmp_path: Path) ->
 @pytest.mark.lane("ci")
 def test_F80_help_shows_type_default_and_meaning(tmp_path: Path) -> None:
     shown = forge_train("run", write_job(tmp_path), "--help", COLUMNS="90").out
-    row = shown[shown.index("  train.global_batch  (int, at least 1 and at most 1048576; default 4)") :][:200]
+    row = shown[
+        shown.index("  train.global_batch  (int, at least 1 and at most 1048576; default 4)") :
+    ][:200]
     (help,) = (row.meaning for row in key_rows() if row.key == "train.global_batch")
     assert help[:20] in row
 
