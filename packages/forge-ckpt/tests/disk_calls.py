@@ -1,20 +1,24 @@
-"""The order in which a test syncs and renames."""
+"""The order in which a test changes names on the disk and syncs them."""
 
 import os
 
 
-def record_calls(monkeypatch):
-    """A list that grows by ("fsync", path) and ("rename", source)."""
-    calls, fsync, rename = [], os.fsync, os.rename
+def record_calls(monkeypatch, names=("fsync", "rename")):
+    """A list that grows by (name, path) after each of these calls of `os`; of a rename the source.
 
-    def recorded_fsync(fd):
-        calls.append(("fsync", os.readlink(f"/proc/self/fd/{fd}")))
-        fsync(fd)
+    Kills never lose the page cache, so only the order of calls shows what a power failure leaves.
+    """
+    calls = []
 
-    def recorded_rename(source, target):
-        calls.append(("rename", str(source)))
-        rename(source, target)
+    def record(name, real):
+        def call(path, *args, **kwargs):
+            shown = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else os.fspath(path)
+            result = real(path, *args, **kwargs)
+            calls.append((name, shown))
+            return result
 
-    monkeypatch.setattr(os, "fsync", recorded_fsync)
-    monkeypatch.setattr(os, "rename", recorded_rename)
+        monkeypatch.setattr(os, name, call)
+
+    for name in names:
+        record(name, getattr(os, name))
     return calls

@@ -14,6 +14,7 @@ import torch
 from forge_ckpt import Store
 
 sys.path.insert(0, str(Path(__file__).parent))
+from disk_calls import record_calls
 
 pytestmark = pytest.mark.lane("test")
 
@@ -235,22 +236,7 @@ def test_the_lock_dies_with_its_owner_and_a_forked_worker_does_not_keep_it(tmp_p
 
 @pytest.fixture
 def calls(monkeypatch):
-    """(name, path) of the calls that change names or sync them: kills never lose the page cache, so only their order
-    shows what a power cut leaves."""
-    found = []
-
-    def record(name, real):
-        def call(path, *args, **kwargs):
-            shown = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else os.fspath(path)
-            result = real(path, *args, **kwargs)
-            found.append((name, shown))
-            return result
-
-        monkeypatch.setattr(os, name, call)
-
-    for name in ("mkdir", "fsync", "rename", "unlink"):
-        record(name, getattr(os, name))
-    return found
+    return record_calls(monkeypatch, ("mkdir", "fsync", "rename", "unlink"))
 
 
 def test_a_step_is_on_the_disk_before_its_name_and_its_name_before_save_returns(tmp_path, calls):

@@ -366,6 +366,7 @@ def sdpa_problem(name: str, device: torch.device, precision: str) -> Problem | N
             "use efficient or math, or auto",
         )
         return Problem("sdpa", "precision", name, rule, fix)
+
     strict = not torch.is_deterministic_algorithms_warn_only_enabled()
     if name == "cudnn" and torch.are_deterministic_algorithms_enabled() and strict:
         rule = "adds in any order in its backward, and torch.use_deterministic_algorithms is set"

@@ -165,6 +165,7 @@ def orphan_code(monkeypatch: Any, start: Callable[[], object]) -> int:
                 os.sched_yield()
             made[0]()
         os._exit(0)
+
     os.waitpid(parent, 0)
     code = os.waitstatus_to_exitcode(os.waitpid(-parent, 0)[1])
     adopt_orphans(False)

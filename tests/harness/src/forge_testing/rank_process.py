@@ -165,6 +165,7 @@ def _load(name: str, file: str) -> ModuleType:
         spec = None
     if spec is not None and _is_file(spec.origin, file):
         return importlib.import_module(name)
+
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

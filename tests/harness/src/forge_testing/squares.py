@@ -79,6 +79,7 @@ class SquareRows:
         size = len(line) - 1
         tokens[:size], documents[:size] = line[:-1], 0
         places = np.where(documents == 0, np.arange(self.seq_len), 0)
+
         labels[len(question) - 1 : size] = line[len(question) :]
         return {
             "tokens": tokens,

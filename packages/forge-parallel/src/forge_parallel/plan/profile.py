@@ -112,6 +112,7 @@ class Profile:
             self.order.append(kind)
             if self.order.count(kind) <= 2:
                 self.samples[name] = kind
+
         self._outside = self._params("", self.model, taken)
         own = [() if end is None else end.parameters() for end in untied_ends(self.model)]
         ids = [{id(p) for p in parameters} for parameters in own]
