@@ -87,22 +87,34 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 def call_verb(
-    function: Callable[..., int], args: list[str], verb: str, description: str | None = None
+    function: Callable[..., int],
+    args: list[str],
+    verb: str,
+    description: str | None = None,
+    pairs: bool = False,
 ) -> int:
-    """Call a function with arguments of the command line: they are parsed first, so that it prints on its own."""
+    """Call a function with arguments of the command line: they are parsed first, so that it prints on its own.
+
+    pairs: flags that are off have a `--no_` form too, and those that are on their plain form.
+    """
 
     @functools.wraps(function)
     def bind(*given: Any, **named: Any) -> Callable[[], int]:
         return functools.partial(function, *given, **named)
 
-    return int(parse_arguments(bind, args, verb, description)())
+    return int(parse_arguments(bind, args, verb, description, pairs)())
 
 
-def parse_arguments(kind: Any, args: list[str], verb: str, description: str | None) -> Any:
+def parse_arguments(
+    kind: Any, args: list[str], verb: str, description: str | None, pairs: bool = False
+) -> Any:
     """The arguments of a verb as a dataclass `kind`, or what a function makes of them."""
     prog = f"forge-train {verb}"
+    config = () if pairs else (tyro.conf.FlagCreatePairsOff,)
     with flag_errors(), PATHS:
-        return tyro.cli(kind, prog=prog, description=description, args=args, use_underscores=True)
+        return tyro.cli(
+            kind, prog=prog, description=description, args=args, use_underscores=True, config=config
+        )
 
 
 @contextlib.contextmanager

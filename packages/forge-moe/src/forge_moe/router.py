@@ -97,9 +97,13 @@ class Router(FromConfig, nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights (T, K) fp32, ids (T, K) int64) of tokens x (T, D)."""
-        routed = self.route(x)
-        return routed.weights, routed.ids
+        """(weights (T, K) fp32, ids (T, K) int64) of tokens x (T, D); of sequences (B, S, D) both are (B, S, K)."""
+        if x.dim() != 3:
+            routed = self.route(x)
+            return routed.weights, routed.ids
+
+        routed = self.route(x.flatten(0, 1), rows=len(x))
+        return routed.weights.unflatten(0, x.shape[:2]), routed.ids.unflatten(0, x.shape[:2])
 
     def route(
         self, x: Tensor, valid: Tensor | None = None, rows: int | None = None

@@ -1,4 +1,10 @@
-"""Conversations with images as rows of tokens, labels and pixels."""
+"""Conversations with images as rows of tokens, labels and pixels. Needs the extra `data`."""
+
+try:
+    import numpy as _numpy  # noqa: F401
+except ModuleNotFoundError as error:
+    message = "forge_vlm.data needs numpy: pip install 'forge-vlm[data]'"
+    raise ModuleNotFoundError(message, name="numpy") from error
 
 from forge_vlm._renamed import renamed
 from forge_vlm.data.drawn import DrawnSquares
