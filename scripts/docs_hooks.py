@@ -49,6 +49,7 @@ MOUNTED = {
     "equivalence.md": ("docs/equivalence.md", "docs/reshard.md"),
     "examples.md": ("examples/README.md",),
     "faq.md": ("docs/faq.md", "docs/exit-codes.md"),
+    "models.md": ("docs/models.md", "docs/torch-versions.md"),
     "null-gpu.md": ("docs/null-gpu.md", "docs/null-gpu-sizes.md", "docs/null-gpu-memory.md",
                     "docs/null-gpu-layouts.md", "docs/null-gpu-matrix.md"),
     "reliability.md": ("docs/reliability.md", "docs/known-failures.md"),
