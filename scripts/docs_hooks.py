@@ -113,7 +113,9 @@ def joined(page: str, sources: tuple[str, ...]) -> str:
     anchors = [anchors_of(text) for text in (first, *others)]
     for anchor, number in Counter(chain.from_iterable(anchors)).items():
         if number > 1:
-            log.warning(f"{page}: files of {', '.join(sources)} have the heading #{anchor} in common")
+            log.warning(
+                f"{page}: files of {', '.join(sources)} have the heading #{anchor} in common"
+            )
     return "\n\n".join([first, *map(with_lower_headings, others)])
 
 
@@ -124,7 +126,11 @@ def with_lower_headings(text: str) -> str:
 def anchors_of(text: str) -> set[str]:
     """Anchors of the headings of a file; that of its title is the first."""
     to_anchor = slugify(case="lower")
-    return {to_anchor(part.strip("# \n").replace("`", ""), "-") for heading, part in _parts(text) if heading}
+    return {
+        to_anchor(part.strip("# \n").replace("`", ""), "-")
+        for heading, part in _parts(text)
+        if heading
+    }
 
 
 def title_anchor(source: str) -> str:

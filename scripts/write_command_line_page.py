@@ -80,10 +80,11 @@ def _paragraphs(text: str) -> str:
 
 def _escaped(text: str) -> str:
     """Plain text as Markdown: what is not in a span of code has no markup."""
-    plain = {"<": "&lt;", "*": "\\*"}
+    plain = {"<": "&lt;", "*": "\\*", "[": "\\["}
     spans = re.split(r"(`[^`]*`)", text)
     return "".join(
-        span if span.startswith("`") else re.sub("[<*]", lambda m: plain[m[0]], span) for span in spans
+        span if span.startswith("`") else re.sub(r"[<*\[]", lambda m: plain[m[0]], span)
+        for span in spans
     )
 
 

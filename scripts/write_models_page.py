@@ -114,8 +114,9 @@ def kinds_as_markdown() -> str:
 
 
 def families_as_markdown() -> str:
-    from forge_ckpt.hf.families import GROUP, hf_families
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    from forge_ckpt.hf.families import GROUP, hf_families
 
     tests = [
         (path.relative_to(ROOT), path.read_text(encoding="utf-8"))

@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-
 from scripts.write_command_line_page import commands_as_markdown
 from scripts.write_models_page import models_as_markdown
 

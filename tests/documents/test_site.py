@@ -144,7 +144,9 @@ def test_pages_are_few_and_short(hooks: ModuleType) -> None:
 
 def is_generated(text: str) -> bool:
     head = "\n".join(text.splitlines()[:8])
-    return bool(re.search(r"generated|written by|writes (this page|what|it)|made by|--write\b", head, re.I))
+    return bool(
+        re.search(r"generated|written by|writes (this page|what|it)|made by|--write\b", head, re.I)
+    )
 
 
 def test_only_data_that_a_page_links_to_is_on_the_site(site: Path) -> None:

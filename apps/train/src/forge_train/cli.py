@@ -313,7 +313,7 @@ def import_(args: list[str]) -> int:
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table."""
     from forge_train.hf.importing import import_folder
 
-    return call_verb(import_folder, args, "import", pairs=True)  # --check of before 0.2.0
+    return call_verb(import_folder, [a for a in args if a != "--check"], "import")  # the default
 
 
 def export(args: list[str]) -> int:

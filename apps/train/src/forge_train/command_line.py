@@ -87,34 +87,22 @@ def warn_renamed(old: str, new: str) -> None:
 
 
 def call_verb(
-    function: Callable[..., int],
-    args: list[str],
-    verb: str,
-    description: str | None = None,
-    pairs: bool = False,
+    function: Callable[..., int], args: list[str], verb: str, description: str | None = None
 ) -> int:
-    """Call a function with arguments of the command line: they are parsed first, so that it prints on its own.
-
-    pairs: flags that are off have a `--no_` form too, and those that are on their plain form.
-    """
+    """Call a function with arguments of the command line: they are parsed first, so that it prints on its own."""
 
     @functools.wraps(function)
     def bind(*given: Any, **named: Any) -> Callable[[], int]:
         return functools.partial(function, *given, **named)
 
-    return int(parse_arguments(bind, args, verb, description, pairs)())
+    return int(parse_arguments(bind, args, verb, description)())
 
 
-def parse_arguments(
-    kind: Any, args: list[str], verb: str, description: str | None, pairs: bool = False
-) -> Any:
+def parse_arguments(kind: Any, args: list[str], verb: str, description: str | None) -> Any:
     """The arguments of a verb as a dataclass `kind`, or what a function makes of them."""
-    prog = f"forge-train {verb}"
-    config = () if pairs else (tyro.conf.FlagCreatePairsOff,)
+    of: dict[str, Any] = {"prog": f"forge-train {verb}", "description": description, "args": args}
     with flag_errors(), PATHS:
-        return tyro.cli(
-            kind, prog=prog, description=description, args=args, use_underscores=True, config=config
-        )
+        return tyro.cli(kind, use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,), **of)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,7 @@
 try:
     import numpy as _numpy  # noqa: F401
 except ModuleNotFoundError as error:
-    message = "forge_vlm.data needs numpy: pip install 'forge-vlm[data]'"
-    raise ModuleNotFoundError(message, name="numpy") from error
+    raise ModuleNotFoundError("numpy: pip install 'forge-vlm[data]'", name="numpy") from error
 
 from forge_vlm._renamed import renamed
 from forge_vlm.data.drawn import DrawnSquares
