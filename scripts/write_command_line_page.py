@@ -92,7 +92,7 @@ def _rows(table: str) -> Iterator[tuple[str, str]]:
     """(flag, meaning) of each entry: it begins two columns in, and what follows deeper belongs to it."""
     entries: list[list[str]] = []
     for line in table.splitlines()[1:]:
-        if re.match(r"  [-\[{\w]", line):
+        if re.match(r"  (?!--------)[-\[{\w]", line):
             entries.append(re.split(r"\s{2,}", line.strip(), maxsplit=1))
         elif entries and line.startswith("    ") and line.strip():
             entries[-1].append(line.strip())
