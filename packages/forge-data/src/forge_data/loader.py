@@ -255,7 +255,7 @@ class Loader(IterableDataset[Batch]):
         return self._empty[self._part.start].with_filler(rows)
 
     def _template(self, part: Part) -> Batch:
-        """A batch of no rows with the dtypes, shapes and extras of a part; `filler` is made from it."""
+        """A batch of no rows: dtypes, shapes and extras for the batches that hold nothing."""
         nothing = np.empty(0, np.int64)
         try:
             return _without_places(part.arrays(nothing), nothing, NO_STEPS)[0]
