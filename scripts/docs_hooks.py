@@ -52,6 +52,7 @@ MOUNTED = {
     "models.md": ("docs/models.md", "docs/torch-versions.md"),
     "null-gpu.md": ("docs/null-gpu.md", "docs/null-gpu-sizes.md", "docs/null-gpu-memory.md",
                     "docs/null-gpu-layouts.md", "docs/null-gpu-matrix.md"),
+    "optimizers.md": ("docs/optimizers.md", "docs/scaling-study.md"),
     "reliability.md": ("docs/reliability.md", "docs/known-failures.md"),
     "slurm.md": ("docs/slurm.md", "docs/slurm-story.md"),
     "vlm-learning.md": ("docs/vlm-learning.md", "docs/vlm-matched-loss.md"),
