@@ -10,7 +10,7 @@ language only show something. A line `<!-- not run: REASON -->` before a block l
 After a line `<!-- needs Slurm -->` a block runs next to a Slurm of our own (tests/slurm/cluster.py), and the jobs that its page
 submits must end well. The tests leave these blocks out. This command starts that Slurm, and fails where it cannot.
 
-The environment has the wheels of all packages, on top of the third-party distributions of this environment. Three commands
+The environment has the wheels of all packages and the harness, on top of the third-party distributions of this environment. Three commands
 are replaced, as running them would take the time of a lane or the network: `hatch` and `pip` check that what they are given
 exists (commands.py; `hatch run PROGRAM` runs the program), and `.ci/run` of the copy does nothing.
 """
@@ -39,7 +39,7 @@ from tests.slurm.cluster import Slurm, running_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Pages that `.ci/run` reads; `pages` has all.
-PAGES_OF_CI = (
+PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "docs/index.md",
@@ -144,7 +144,7 @@ def make_environment(folder: Path) -> Path:
 
     # A folder that a .pth names is on the path, but its own .pth files, those of editable packages, are not read.
     third_party = next(p for p in sys.path if p.endswith("site-packages"))
-    (site / "third_party.pth").write_text(f"{third_party}\n")
+    (site / "third_party.pth").write_text(f"{third_party}\n{ROOT}/tests/harness/src\n")
     for name in ("hatch", "pip"):
         _write_program(home / "bin" / name, f'{sys.executable} {COMMANDS} --as-{name} {home} "$@"')
     _write_program(home / "bin/torchrun", f'exec {home}/bin/python -m torch.distributed.run "$@"')
@@ -159,7 +159,8 @@ def _write_program(path: Path, command: str) -> None:
 def make_checkout(folder: Path, home: Path) -> Path:
     """A copy of the checkout without tests, in which `.venv` is the environment and the main job has run."""
     for name in files():
-        if not name.startswith("tests/"):
+        # null-gpu.md copies its folder
+        if not name.startswith("tests/") or name.startswith("tests/null_gpu/"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     (folder / ".ci/run").write_text("true\n")

@@ -21,7 +21,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-@pytest.mark.parametrize("page", blocks.PAGES_OF_CI)
+@pytest.mark.parametrize("page", blocks.PAGES)
 def test_the_blocks_of_a_page_run(page: str, home: Path, tmp_path: Path) -> None:
     blocks.run_page(page, home, tmp_path)
 
