@@ -19,10 +19,10 @@ BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 
 def with_real_output(page: str, folder: Path) -> str:
-    """The page, with what its commands print; blocks of Python run as programs."""
+    """The page, with what its commands print. Python that is no file runs as a program."""
     for kind, text in BLOCK.findall(page):
-        if name := re.match(r"(?:cat > |# )(\w+\.\w+)\b.*\n", text):
-            (folder / name[1]).write_text(text.removeprefix(name[0]).removesuffix("END\n"))
+        if name := re.match(r"# (\w+\.\w+)\n", text):
+            (folder / name[1]).write_text(text)
         elif kind == "python":
             _run([sys.executable, "-c", text], folder)
     return BLOCK.sub(lambda found: _filled(found, folder), page)
