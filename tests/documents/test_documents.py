@@ -127,7 +127,7 @@ def test_verbs_and_flags_exist(page: Path) -> None:
     text = page.read_text()
     verbs = set(re.findall(r"\bforge-train ([a-z]+)\b", code_of(text)))
     assert verbs <= {*VERBS, *OF_LAB, "ckpt", "data"}
-    for flag in set(re.findall(r"--[a-z]+\.[a-z_.]+[a-z]", text)) - {"--section.key"}:
+    for flag in set(re.findall(r"--[a-z]+\.[a-z0-9_.]+[a-z0-9]", text)) - {"--section.key"}:
         pattern = re.sub(r"^--data\.sources\.\w+\.", "--data.sources.<name>.", flag)
         assert pattern in flags, flag
 
