@@ -14,12 +14,7 @@ import torch
 from forge_data.prepare import prepare
 from forge_testing import forge_train, kill_after_step, start
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_same_bits,
-    fit_alone,
-    make_job,
-    saved_tensors,
-)
+from forge_testing.runs import assert_same_bits, fit_alone, make_job, saved_tensors
 from forge_train import ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.report.planned import planned
 

@@ -23,13 +23,7 @@ from forge_core import (
 from forge_core.model import LayerType, MLAConfig
 from forge_core.optim import EMAConfig
 from forge_moe.model_section import MoESection
-from forge_parallel import (
-    ParallelConfig,
-    make_meshes,
-    materialize,
-    parallelize,
-    store_parameters,
-)
+from forge_parallel import ParallelConfig, make_meshes, materialize, parallelize, store_parameters
 from forge_parallel.plan import (
     Candidate,
     Profile,

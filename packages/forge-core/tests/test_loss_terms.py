@@ -18,12 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core._shared import cross_entropy as shared
-from forge_core.loss import (
-    LossBreakdown,
-    TokenLoss,
-    cross_entropy,
-    fused_cross_entropy,
-)
+from forge_core.loss import LossBreakdown, TokenLoss, cross_entropy, fused_cross_entropy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from live_bytes import LiveBytes

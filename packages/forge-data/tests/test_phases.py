@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge_data import (
-    DataConfig,
-    Loader,
-    PhaseConfig,
-    TrainingSourceConfig,
-    open_training,
-    phases,
-)
+from forge_data import DataConfig, Loader, PhaseConfig, TrainingSourceConfig, open_training, phases
 from forge_data.ledger import Ledger
 from forge_data.phase_schedule import PhaseSchedule
 from forge_data.phased_stream import PhasedStream

@@ -205,12 +205,7 @@ def explain(args: list[str]) -> int:
     from forge_data.errors import InvalidData
     from forge_train.build.resolve import resolve_to_show
     from forge_train.report.describe import print_explanation
-    from forge_train.report.planned import (
-        check_picture,
-        draw_plan,
-        parameter_lines,
-        phase_lines,
-    )
+    from forge_train.report.planned import check_picture, draw_plan, parameter_lines, phase_lines
 
     nproc, rest = take_nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)

@@ -33,7 +33,7 @@ from forge_lab._shared.paths import expand_fields, user_path
 from forge_lab._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_lab._shared.toml_files import read_toml
 from forge_train import Layers, ResolvedJob, RunDirectory, read_layers, resolve
-from forge_train.errors import ConfigError, JobError, refuse
+from forge_train.errors import ConfigError, JobError, refuse, write_errors
 from forge_train.toolkit import Course, build_trained, structure_table
 
 #: Tables of names, and the section of a job whose keys an entry holds.
@@ -170,15 +170,9 @@ class StudyRun:
             self.file.write_text(self.toml, encoding="utf-8")
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> contextlib.AbstractContextManager[None]:
     """Turn an OSError of the block into a JobError about `path`."""
-    try:
-        yield
-    except OSError as error:
-        rule = f"cannot be written ({error.strerror})"
-        fix = "choose another"
-        raise invalid("study.dir", "write", str(path), rule, fix, kind=JobError) from error
+    return write_errors("study.dir", path, "choose another", JobError)
 
 
 @dataclass(frozen=True)
