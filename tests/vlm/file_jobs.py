@@ -9,26 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge_testing.vlm_jobs import CLIP, write_vlm_job
+from forge_testing.vlm_jobs import CLIP, SETTINGS, write_vlm_job
 
 #: The end of each job here.
-_SETTINGS = """
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 0
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
-"""
+_SETTINGS = f"[eval]\nevery_steps = 0\n{SETTINGS}"
 
 # ---- images of several shapes
 

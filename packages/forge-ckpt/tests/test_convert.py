@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from full_state import full
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,9 +28,6 @@ from forge_ckpt import StepExists, Store, read_tensors
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from full_state import full
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -6,15 +6,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
+from disk_calls import record_calls
 
 from forge_ckpt import Store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_calls import record_calls
 
 pytestmark = pytest.mark.lane("test")
 

@@ -1,12 +1,11 @@
 """Saved by N ranks, loaded by M, with the full tensors compared on every rank."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from full_state import full
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,9 +15,6 @@ from forge_ckpt import Store, manifest
 from forge_ckpt.files import Directory
 from forge_ckpt.read import reader
 from forge_testing import run_on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from full_state import full
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 

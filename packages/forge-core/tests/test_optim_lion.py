@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from optim_nets import DECAYED, Small
 from torch import Tensor, nn
 
 from forge_core import Lion, OptimizerConfig, build_optimizer
 from forge_testing.problems import rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from optim_nets import DECAYED, Small
 
 pytestmark = pytest.mark.lane("test")
 

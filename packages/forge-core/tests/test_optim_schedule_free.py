@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from optim_nets import DECAYED, Small
 from torch import Tensor, nn
 
 from forge_core.optim import (
@@ -23,9 +22,6 @@ from forge_core.optim import (
     set_multipliers,
 )
 from forge_testing.problems import rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from optim_nets import DECAYED, Small
 
 pytestmark = pytest.mark.lane("test")
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from memory_sources import end_life
 
 from forge_data import BuiltinCorpus, Loader, PackedStream, Ragged
 from forge_data.collate import as_ragged
@@ -107,11 +108,7 @@ def test_the_union_over_ranks_is_one_sequence_whatever_reads_it(seed):
             windows.append(window)
             for loader in loaders:
                 loader.skip(*window)
-        states = [loader.state_dict() for loader in loaders]
-        assert all(other == states[0] for other in states)
-        state = states[draw.randrange(world)]
-        for loader in loaders:
-            loader.close()
+        state = end_life(loaders, draw)
     left = [i for i in range(400) if not any(a <= i <= b for a, b in windows)]
     assert [row[0] for row in got] == left[: len(got)]
     assert [row[1:] for row in got] == [want[i] for i in left[: len(got)]]

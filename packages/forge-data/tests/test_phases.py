@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memory_sources import end_life
 
 from forge_data import DataConfig, Loader, PhaseConfig, TrainingSourceConfig, open_training, phases
 from forge_data.ledger import Ledger
@@ -102,11 +103,7 @@ def test_the_union_over_ranks_is_one_sequence_across_boundaries(seed):
             windows.append(window)
             for loader in loaders:
                 loader.skip(*window)
-        states = [loader.state_dict() for loader in loaders]
-        assert all(other == states[0] for other in states)
-        state = states[draw.randrange(world)]
-        for loader in loaders:
-            loader.close()
+        state = end_life(loaders, draw)
     left = [i for i in range(400) if not any(a <= i <= b for a, b in windows)]
     assert got == [want_of(i) for i in left[: len(got)]]
 

@@ -9,9 +9,12 @@ import os
 import pickle
 import random
 import tracemalloc
+from functools import partial
 
+import memory_sources
 import numpy as np
 import pytest
+from memory_sources import Listed
 
 from forge_data import (
     BuiltinCorpus,
@@ -34,31 +37,7 @@ pytestmark = pytest.mark.lane("test")
 POLICIES = ("first_fit", "best_fit")
 
 
-class Listed:
-    """A source made of lists of ids."""
-
-    vocab_size = None
-    tokenizer = None
-
-    def __init__(self, documents):
-        self._ids = np.array([i for d in documents for i in d], dtype=np.uint16)
-        self.lengths = [len(d) for d in documents]
-        self.documents = np.cumsum([0, *self.lengths[:-1]]).astype(np.int64)
-        self.num_tokens = len(self._ids)
-        self.num_documents = len(documents)
-        self.max_token_id = int(self._ids.max())
-
-    def read(self, start, stop):
-        assert 0 <= start <= stop <= self.num_tokens
-        return self._ids[start:stop]
-
-    def fingerprint(self):
-        return {"tokens": self._ids.tobytes().hex()}
-
-
-def random_documents(seed, count=40, longest=30):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(1, 500, size=rng.integers(1, longest)).tolist() for _ in range(count)]
+random_documents = partial(memory_sources.random_documents, low=1)
 
 
 @pytest.fixture(autouse=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tensor_models
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,9 +25,6 @@ from forge_parallel.compile import compile_blocks
 from forge_parallel.recompute import _CHANGED, recompute
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-import tensor_models
 
 pytestmark = pytest.mark.lane("test")
 

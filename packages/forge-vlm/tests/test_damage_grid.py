@@ -10,7 +10,6 @@ import functools
 import io
 import json
 import os
-import sys
 import tarfile
 import tempfile
 from itertools import product
@@ -25,7 +24,6 @@ from forge_testing.problems import assert_problem
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import png  # noqa: E402
 
 from forge_vlm.data import InvalidSample  # noqa: E402

@@ -2,8 +2,6 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.lane("test")
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import (  # noqa: E402
     COLOURS,
     EOS,

@@ -2,21 +2,16 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from hf_folders import distance, labels_of, ours_of, renamed, train_both
 
 from forge_core import cross_entropy, initialize
+from forge_testing.problems import rejects
 from forge_vlm import VisionConfig
 from forge_vlm.families import INTERNVL
 from forge_vlm.vision import build_encoder
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hf_folders import distance, labels_of, ours_of, renamed, train_both
-
-from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 

@@ -2,20 +2,15 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-from forge_core import cross_entropy
-from forge_vlm.families import LLAVA
-from forge_vlm.vision import VisionConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, labels_of, ours_of, renamed, saved, train_both
 
+from forge_core import cross_entropy
 from forge_testing.problems import rejects
+from forge_vlm.families import LLAVA
+from forge_vlm.vision import VisionConfig
 
 pytestmark = pytest.mark.lane("test")
 

@@ -7,22 +7,17 @@ as ours does (models/llama3/reference_impl/multimodal/model.py of meta-llama/lla
 
 import itertools
 import json
-import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
+from hf_folders import distance, labels_of, saved, train_both
 
 from forge_core import SamplingConfig, cross_entropy, generate
+from forge_testing.problems import rejects
 from forge_vlm import VLM, CrossAttentionConfig, FusionConfig
 from forge_vlm.families import MLLAMA
 from forge_vlm.fusion.cross_attention import visible_images
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hf_folders import distance, labels_of, saved, train_both
-
-from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 

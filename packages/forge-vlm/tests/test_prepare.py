@@ -7,7 +7,6 @@ import os
 import pickle
 import re
 import signal
-import sys
 import tempfile
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -23,7 +22,6 @@ from forge_testing.processes import exit_code, forked
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import OPTIONS, chat, llava, png, webdataset  # noqa: E402
 
 from forge_vlm.data import InvalidSample, VisionChatSource, open_source  # noqa: E402

@@ -1,23 +1,18 @@
 """Idefics3 and SmolVLM of transformers, from the same weights: logits, training, folders both ways."""
 
 import json
-import sys
-from pathlib import Path
 
+import hf_folders
 import pytest
 import torch
-
-from forge_core import cross_entropy
-from forge_vlm import VLM
-from forge_vlm.families import FAMILIES
-from forge_vlm.resolution import ResolutionConfig, TilesConfig, build_resolution
-
-sys.path.insert(0, str(Path(__file__).parent))
-import hf_folders
 from hf_folders import distance, labels_of, renamed, train_both
 from tiny_tokenizer import tokenizer_of
 
+from forge_core import cross_entropy
 from forge_testing.problems import rejects
+from forge_vlm import VLM
+from forge_vlm.families import FAMILIES
+from forge_vlm.resolution import ResolutionConfig, TilesConfig, build_resolution
 
 pytestmark = pytest.mark.lane("test")
 
