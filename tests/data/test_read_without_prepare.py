@@ -66,12 +66,20 @@ def wanted(data: Path) -> Path:
     return job
 
 
+@pytest.fixture(params=["text", "huggingface"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def job(tmp_path: Path, data: Path, kind: str) -> Path:
+    return job_of(tmp_path, data, kind)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_killed_and_resumed_it_equals_the_run_on_token_files(
-    tmp_path: Path, data: Path, wanted: Path, kind: str
+    tmp_path: Path, data: Path, wanted: Path, job: Path, kind: str
 ) -> None:
-    job = job_of(tmp_path, data, kind)
     flags = ["--checkpoint.wait", "true", "--sample.max_new_tokens", "0"]
     kill_after_step(start("run", job, *flags), tmp_path / "run/metrics.jsonl", 5)
     done = forge_train("run", job, *flags)
@@ -87,11 +95,9 @@ def test_killed_and_resumed_it_equals_the_run_on_token_files(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_ranks_with_an_empty_cache_write_it_once(
-    tmp_path: Path, data: Path, wanted: Path, kind: str
+    tmp_path: Path, data: Path, wanted: Path, job: Path, kind: str
 ) -> None:
-    job = job_of(tmp_path, data, kind)
     job.write_text(job.read_text().replace(f"{data}/cache", f"{tmp_path}/cache"))
     runs.fit_on_ranks(3, job, **{k.replace(".", "__"): v for k, v in QUIET.items()})
     runs.assert_same_rows(runs.columns(job), runs.columns(wanted))
@@ -103,7 +109,6 @@ def test_ranks_with_an_empty_cache_write_it_once(
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-@pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_moved_it_goes_on_and_changed_it_is_rejected(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("datasets")
     here, there = tmp_path / "here", tmp_path / "there"

@@ -67,6 +67,12 @@ def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.fixture
+def parent(tmp_path: Path, trunk: Path) -> Path:
+    """A copy of the trunk that a test may change."""
+    return shutil.copytree(trunk, tmp_path / "parent")
+
+
 # ---- what is kept
 
 
@@ -275,9 +281,8 @@ def test_another_schedule_is_evaluated_at_the_step_of_the_parent(
 
 @pytest.mark.slow
 def test_a_killed_fork_goes_on_with_its_own_state_also_when_the_parent_is_gone(
-    tmp_path: Path, trunk: Path
+    tmp_path: Path, trunk: Path, parent: Path
 ) -> None:
-    parent = shutil.copytree(trunk, tmp_path / "parent")
     job = job_of(tmp_path)
     flags = ["--init.from", f"{parent}@3", "--init.keep", *ALL, "--schedule.name", "constant"]
     flags += ["--checkpoint.wait", "true"]
@@ -305,9 +310,8 @@ def test_a_fork_that_may_roll_back_saves_its_beginning(tmp_path: Path, trunk: Pa
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_a_fork_that_dies_before_its_first_save_forks_again_or_reports_a_missing_parent(
-    tmp_path: Path, trunk: Path
+    tmp_path: Path, trunk: Path, parent: Path
 ) -> None:
-    parent = shutil.copytree(trunk, tmp_path / "parent")
     job = job_of(tmp_path)
     init = {"init__from": f"{parent}@6", "init__keep": ALL}
     for _ in range(2):
@@ -327,8 +331,7 @@ def test_a_fork_that_dies_before_its_first_save_forks_again_or_reports_a_missing
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
-    parent = shutil.copytree(trunk, tmp_path / "parent")
+def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path, parent: Path) -> None:
 
     class ForkNow(Callback):
         """In the middle of the parent, whose store is locked."""
@@ -354,9 +357,8 @@ def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_a_damaged_source_is_rejected_and_a_damaged_fork_never_forks_again(
-    tmp_path: Path, trunk: Path
+    tmp_path: Path, trunk: Path, parent: Path
 ) -> None:
-    parent = shutil.copytree(trunk, tmp_path / "parent")
     job, init = job_of(tmp_path), {"init__from": str(parent), "init__keep": ALL}
     damage(parent / "checkpoints/step-00000012/data-0.bin")
     for keep in (ALL, ["weights"]):

@@ -296,17 +296,16 @@ class NanOnRank1(Callback):
         trainer.model.register_forward_hook(watch)
 
 
+def fit_with_nans(folder: Path, allowed: int) -> list[runs.Fitted]:
+    nonfinite = {"action": "skip", "max_in_a_row": allowed}
+    keys = {f"resilience__nonfinite__{key}": value for key, value in nonfinite.items()}
+    return runs.fit_on_ranks(2, runs.make_job(folder), NanOnRank1, **keys)
+
+
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) -> None:
-    job = runs.make_job(tmp_path)
-    fitted = runs.fit_on_ranks(
-        2,
-        job,
-        NanOnRank1,
-        resilience__nonfinite__action="skip",
-        resilience__nonfinite__max_in_a_row=2,
-    )
+    fitted = fit_with_nans(tmp_path, allowed=2)
     assert [f.code for f in fitted] == [0, 0]
     assert all(torch.isfinite(w).all() for f in fitted for w in f.weights.values())
     rows = read_run(tmp_path / "run").metrics
@@ -316,14 +315,7 @@ def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) 
 
 
 def test_more_bad_steps_than_allowed_end_all_ranks_and_no_weight_changes(tmp_path: Path) -> None:
-    job = runs.make_job(tmp_path)
-    fitted = runs.fit_on_ranks(
-        2,
-        job,
-        NanOnRank1,
-        resilience__nonfinite__action="skip",
-        resilience__nonfinite__max_in_a_row=1,
-    )
+    fitted = fit_with_nans(tmp_path, allowed=1)
     assert [f.code for f in fitted] == [76, 76]
     (problem,) = fitted[0].problems
     assert re.findall(r"\d+", problem) == ["5", "6", "1", "3"]  # bad steps, allowed, saved

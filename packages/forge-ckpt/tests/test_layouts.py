@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from full_state import full
+from full_state import full, spoiled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,13 +88,7 @@ def save(root, shape, step=3):
 
 
 def load(root, shape, wanted, warm):
-    """``warm``: the optimizer has made a step, and so has slots of its own to be filled."""
-    model, optimizer = build(shape)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(9.0)
-    if warm:
-        train(model, optimizer, 1)
+    model, optimizer = spoiled(build(shape), train, warm)
     state = {"model": model, "optimizer": optimizer, "loader": {}}
     with Store(root) as store:
         step = store.load(state)

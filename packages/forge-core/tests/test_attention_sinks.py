@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from forge_core.model import attention_ops as ops
 from forge_core.model.attention_sinks import varlen_with_sinks
+from forge_testing.kernels import flash_gradients
 
 pytestmark = pytest.mark.lane("test")
 
@@ -133,12 +134,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         assert lse.is_contiguous()
         found = scores(q, k, starts, longest, causal, scale, window_size_left, window_size_right)
         weights = (found - lse.unsqueeze(-1)).exp()
-        many = [t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v)]
-        slope = torch.einsum("qhd,khd->hqk", grad, many[1]) - (grad * out).sum(-1).t().unsqueeze(-1)
-        slope = weights * slope * scale
-        dk = torch.einsum("hqk,qhd->khd", slope, q), torch.einsum("hqk,qhd->khd", weights, grad)
-        folded = (t.unflatten(1, (k.size(1), -1)).sum(2) for t in dk)
-        return torch.einsum("hqk,khd->qhd", slope, many[0]), *folded
+        return flash_gradients(weights, grad, q, k, v, out, scale)
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")

@@ -46,6 +46,29 @@ class Lists:
         return {"lists": str(self.lists)}
 
 
+def begin_life(loaders, state):
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(state)
+
+
+def next_rows(loaders, columns):
+    """Rows (id, *columns(batch, own)) of the next batch of all loaders; `own` are those that are no filler."""
+    rows = []
+    for loader in loaders:
+        found = next(loader)
+        own = found.instance_ids >= 0
+        rows += zip(found.instance_ids[own].tolist(), *(c.tolist() for c in columns(found, own)))
+    return sorted(rows)
+
+
+def skip(loaders, windows, first, length):
+    """All loaders leave out the samples from `first` to `first + length`, which become one of the windows."""
+    windows.append((first, first + length))
+    for loader in loaders:
+        loader.skip(*windows[-1])
+
+
 def end_life(loaders, draw):
     """The state that all loaders have, as a random one of them gives it; closes them."""
     states = [loader.state_dict() for loader in loaders]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
-import os
 import pickle
 import random
 import tracemalloc
@@ -30,6 +28,7 @@ from forge_data import (
 from forge_data.packing_config import BestFitConfig, FirstFitConfig, PackingConfig
 from forge_data.packing_plan import plan_rows
 from forge_data.stored_plan import StoredPlan, open_plan
+from forge_testing.damages import without_locks
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -142,11 +141,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_F163_a_file_system_without_locks_is_warned_of_once(cache, monkeypatch, caplog, number):
-    def no_locks(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    without_locks(monkeypatch, number)
     for seed in (0, 1):
         open_plan(Listed(random_documents(seed)), 16, PackingConfig("best_fit"))
     assert [r.getMessage().partition(":")[0] for r in caplog.records] == [str(cache)]

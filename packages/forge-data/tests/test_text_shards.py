@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from memory_sources import Lists
+from memory_sources import Lists, begin_life, end_life, next_rows, skip
 
 from forge_data import (
     ByteTokenizer,
@@ -154,6 +154,11 @@ def mixed(seed, tokenizer=None):
     return MixedStream(streams, [Phase(0, (2.0, 1.0)), Phase(30, (1.0, 3.0))])
 
 
+def tokens_without_extras(batch, own):
+    assert not batch.extras
+    return (batch.tokens[own],)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [one, mixed])
 @pytest.mark.parametrize("seed", range(6))
@@ -171,29 +176,15 @@ def test_the_union_over_ranks_is_one_sequence_whatever_reads_it(kind, seed):
                    prefetch=prefetch if r == 0 else None)
             for r in range(world)
         ]  # fmt: skip
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
+        begin_life(loaders, state)
         for _ in range(draw.randint(1, 4)):
-            rows = []
-            for loader in loaders:
-                found = next(loader)
-                own = found.instance_ids >= 0
-                rows += zip(found.instance_ids[own].tolist(), found.tokens[own].tolist())
-                assert not found.extras
-            got += sorted(rows)
+            got += next_rows(loaders, tokens_without_extras)
             cursor += batch
         if draw.random() < 0.4:
             first = int(loaders[0].ids(cursor, cursor + 1)[0]) + draw.randint(0, 3)
-            windows.append((first, first + draw.randint(0, 9)))
-            for loader in loaders:
-                loader.skip(*windows[-1])
+            skip(loaders, windows, first, draw.randint(0, 9))
         share(loaders)
-        states = [loader.state_dict() for loader in loaders]
-        assert all(other == states[0] for other in states)
-        state = states[draw.randrange(world)]
-        for loader in loaders:
-            loader.close()
+        state = end_life(loaders, draw)
     left = [i for i in range(300) if not any(a <= i <= b for a, b in windows)]
     assert [row[0] for row in got] == left[: len(got)]
     assert [row[1] for row in got] == whole[left[: len(got)]].tolist()

@@ -78,7 +78,8 @@ def _dispatch(args: list[str]) -> int:
 def run_verb(args: list[str]) -> int:
     """Run a verb with its arguments, for its exit code. JobError for what it rejects, SystemExit after help."""
     if not args:
-        return _first_lines()
+        print(_FIRST_LINES)
+        return ExitCode.DONE
     verb, rest = args[0], args[1:]
     if verb in ("--help", "-h"):
         return _help()
@@ -384,12 +385,7 @@ def _layers(args: list[str], verb: str, description: str, own: type) -> tuple[La
         raise
 
 
-def _first_lines() -> int:
-    """What a user of the bare command needs, in twelve lines."""
-    print(_FIRST_LINES)
-    return ExitCode.DONE
-
-
+#: What a user of the bare command needs.
 _FIRST_LINES = """\
 usage: forge-train VERB ...
 
