@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from forge_train.report.describe import keys_as_markdown
+from forge_train.report.describe import key_rows
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -17,6 +17,17 @@ range of a number is the rule of its check. With
 
 """
 
+
+def page() -> str:
+    """The text of docs/configuration.md."""
+    lines = ["| key | type | range | default | meaning |", "|---|---|---|---|---|"]
+    for row in key_rows():
+        default = f"`{row.default}`" if row.default else ""
+        cells = [f"`{row.key}`", row.type, row.range, default, row.meaning]
+        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
+    return HEAD + "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
-    PAGE.write_text(HEAD + keys_as_markdown(), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
     print(PAGE)

@@ -148,6 +148,13 @@ def trained(t: Trainer) -> Any:
     return sum(p.double().abs().sum().item() for p in t.model.parameters())
 
 
+def tags(t: Trainer) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    t.fit()
+    return EventAccumulator(str(t.paths.path / "tensorboard")).Reload().Tags()["scalars"]
+
+
 def files(t: Trainer) -> Any:
     t.fit()
     steps = sorted(f.name for f in t.paths.checkpoints.glob("step-*"))
@@ -947,6 +954,7 @@ PROBES: dict[str, Probe] = {
     "metrics.gradients_every_steps": Probe(1, columns),
     "metrics.source_shares": Probe(True, columns, MIXED),
     "metrics.tensorboard": Probe(True, files),
+    "metrics.flat_names": Probe(True, tags, {"metrics.tensorboard": True}),
     "metrics.sinks.<name>.name": Probe(
         f"{PARTS}:LineSink", files, {"metrics.sinks.<name>.name": "tensorboard"}
     ),

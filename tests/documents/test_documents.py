@@ -7,10 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from scripts import write_configuration_page, write_metrics_page
 
 from forge_train.cli import OF_LAB, VERBS
-from forge_train.metrics.columns import COLUMNS, columns_as_markdown
-from forge_train.report.describe import key_rows, keys_as_markdown
+from forge_train.metrics.columns import COLUMNS
+from forge_train.report.describe import key_rows
 
 pytestmark = pytest.mark.lane("test")
 
@@ -20,13 +21,15 @@ PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if not {"runs"
 
 
 def test_the_page_of_keys_is_the_one_the_code_generates() -> None:
-    page = (ROOT / "docs/configuration.md").read_text()
-    assert keys_as_markdown() in page, "run: hatch run python scripts/write_configuration_page.py"
+    page = write_configuration_page.PAGE.read_text(encoding="utf-8")
+    assert page == write_configuration_page.page(), (
+        "run: hatch run python scripts/write_configuration_page.py"
+    )
 
 
 def test_the_page_of_columns_is_the_one_the_code_generates() -> None:
-    page = (ROOT / "docs/metrics.md").read_text()
-    assert columns_as_markdown() in page, "run: hatch run python scripts/write_metrics_page.py"
+    page = write_metrics_page.PAGE.read_text(encoding="utf-8")
+    assert page == write_metrics_page.page(), "run: hatch run python scripts/write_metrics_page.py"
     assert all(column.unit and column.range for column in COLUMNS)
 
 

@@ -619,7 +619,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a sweep ends with the signal of a killed run as its exit code",
-        f"{_LAB}/study/sweep.py",
+        f"{_LAB}/study/queue.py",
         "return max(next(iter(self.failed.values())), ExitCode.ERROR)",
         "return next(iter(self.failed.values()))",
     ),

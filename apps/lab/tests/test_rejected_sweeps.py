@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forge_lab.study import page, sweep
-from forge_lab.study.runs import writing
+from forge_lab.study.queue import RunQueue, locked, writing
 from forge_testing.problems import assert_problem, rejects
 from forge_testing.studies import write_study
 from forge_train import ConfigError, JobError, StateError
@@ -32,20 +32,20 @@ def test_flags_of_a_sweep(tmp_path: Path) -> None:
 
 
 def test_launchers_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with rejects("study.dir", str(tmp_path), "write", JobError), writing(tmp_path):
+    with rejects("study.dir", str(tmp_path), "write", JobError), writing(tmp_path, "study.dir"):
         raise OSError(30, "read-only")
     out = str(tmp_path / "out")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(sweep._locked(Path(out)))
+        stack.enter_context(locked(Path(out), "study.dir"))
         with rejects("study.dir", out, "locked", JobError):
-            stack.enter_context(sweep._locked(Path(out)))
+            stack.enter_context(locked(Path(out), "study.dir"))
 
     def full(*_: Any) -> None:
         raise OSError(28, "full")
 
     monkeypatch.setattr(page, "check_plot", lambda: None)
     monkeypatch.setattr(page, "write_page", full)
-    monkeypatch.setattr(sweep.Sweep, "run", lambda self: 0)
+    monkeypatch.setattr(RunQueue, "train", lambda self: 0)
     with rejects("--report", str(tmp_path / "a.md"), "write", JobError):
         sweep.run_sweep(write_study(tmp_path), report=tmp_path / "a.md")
 

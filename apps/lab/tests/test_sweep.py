@@ -15,13 +15,14 @@ import pytest
 
 from forge_core.scaling import ScalingFit
 from forge_lab.study.page import draw, fitted, page
-from forge_lab.study.runs import read_study
-from forge_lab.study.sweep import Sweep, run_sweep
+from forge_lab.study.queue import RunQueue
+from forge_lab.study.runs import Study, read_study
+from forge_lab.study.sweep import run_sweep
 from forge_resilience import ExitCode
 from forge_testing.problems import assert_problem, rejects
 from forge_testing.processes import orphan_code, start, wait_for_step
 from forge_testing.runs import assert_same_bits, fit_alone, saved_tensors
-from forge_testing.studies import LONG, SHORT, TRUNK, write_study
+from forge_testing.studies import LONG, SHORT, TRUNK, assert_shellcheck, write_study
 from forge_train import ConfigError, RunDirectory
 from forge_train.errors import JobError
 
@@ -129,10 +130,14 @@ def test_a_run_of_another_configuration_is_not_continued(tmp_path: Path) -> None
     (run.dir / "checkpoints/step-00000003").mkdir(parents=True)
     (run.dir / "checkpoints/step-00000003/manifest.json").touch()
     run.write()  # the same configuration
+    run.file.write_text(run.toml.replace(" # ", " # from another folder: "))
+    run.write()  # a comment is no value
     text = (tmp_path / "study.toml").read_text().replace("lr = 1e-2", "lr = 2e-2")
     (tmp_path / "study.toml").write_text(text)
     with rejects("study.dir", str(tmp_path / "out"), "changed", ConfigError):
         read_study(tmp_path / "study.toml").runs[0].write()
+    with rejects("study.dir", str(tmp_path / "out"), "changed", ConfigError):
+        queue_of(read_study(tmp_path / "study.toml")).train()
     passed = run.dir / f"checkpoints/step-{run.steps:08d}"
     passed.mkdir()
     (passed / "manifest.json").touch()
@@ -143,6 +148,10 @@ def test_a_run_of_another_configuration_is_not_continued(tmp_path: Path) -> None
 
 
 # ---- real runs
+
+
+def queue_of(study: Study) -> RunQueue:
+    return RunQueue(study.dir, study.runs, jobs=1)
 
 
 def sweep(path: Path) -> subprocess.Popen[str]:
@@ -229,9 +238,9 @@ def test_F197_a_sweep_with_a_killed_run_ends_with_an_exit_code(
     tmp_path: Path, code: int, wanted: int
 ) -> None:
     """A negative code, of a run that a signal ended, would be 247 and the like for a shell."""
-    found = Sweep(read_study(write_study(tmp_path)), jobs=1)
+    found = queue_of(read_study(write_study(tmp_path)))
     found.waiting, found.failed = [], {TRUNK: code}
-    assert found.run() == wanted
+    assert found.train() == wanted
 
 
 @pytest.mark.slow
@@ -266,7 +275,7 @@ def test_a_sweep_outlives_a_file_that_cannot_be_written(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
 def test_F164_a_run_whose_sweep_died_below_a_supervisor_ends(tmp_path: Path, monkeypatch) -> None:
-    found = Sweep(read_study(write_study(tmp_path)), jobs=1)
+    found = queue_of(read_study(write_study(tmp_path)))
     found.waiting[0].write()
     assert orphan_code(monkeypatch, lambda: found._start(found.waiting[0])) == 1
 
@@ -388,9 +397,5 @@ def test_scripts_of_its_arrays_pass_shellcheck(tmp_path: Path, capsys: Any) -> N
             assert (folder / f"task-{number}.toml").resolve() == tmp_path / f"out/runs/{run}.toml"
             assert (folder / f"task-{number}").resolve() == tmp_path / "out/runs" / run
         assert f"{folder}/job.sh" in said
-        done = subprocess.run(
-            ["shellcheck", "--shell=bash", "--severity=style", "--exclude=SC2016", folder / "job.sh"],
-            capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
+        assert_shellcheck(folder / "job.sh")
     assert "--dependency=afterok:$first" in said

@@ -227,19 +227,6 @@ def test_generate_reads_next_to_a_run_that_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tensorboard_holds_the_rows(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    assert forge_train("run", write_job(tmp_path), "--metrics.tensorboard", "true").code == 0
-    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
-    events.Reload()
-    written = [(e.step, round(e.value, 4)) for e in events.Scalars("loss")]
-    metrics = read_run(tmp_path / "run").metrics
-    assert written == [(s, round(v, 4)) for s, v in zip(metrics["step"], metrics["loss"])]
-
-
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path: Path) -> None:
     failed = forge_train(
         "run", write_job(tmp_path), "--optimizer.lr", "1e30", "--train.max_grad_norm", "none"

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from forge_resilience import recorder
+from forge_resilience.sinks import scalars
 from forge_testing import write_job
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_on_ranks, make_job
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.cli import run_verb
+from forge_train.metrics.columns import COLUMNS, tracker_name
 
 LINES = "forge_testing.extensions:LineSink"
 
@@ -51,6 +53,42 @@ def test_only_rank_0_opens_sinks(tmp_path: Path) -> None:
     for rank in fit_on_ranks(2, job, **keys(file="rows.txt"), train__steps=2):
         assert rank.problems == ()
     assert (tmp_path / "run/rows.txt").read_text().count("resume_step") == 1
+
+
+def test_each_column_has_a_section_and_a_name_of_its_own_in_trackers() -> None:
+    without = {column.name for column in COLUMNS if not column.section}
+    assert without == {c.name for c in COLUMNS if not scalars({c.name: 1.0})}  # of no plot
+    listed = [column.name for column in COLUMNS if column.section]
+    mine = ["fisher", "train/loss", "moe/0.dead", "extension/fisher", "eval/val_loss", "loss.mine"]
+    names = {name: tracker_name(name) for name in [*listed, *mine]}
+    assert len(set(names.values())) == len(names)
+    assert all(name.count("/") for name in names.values())
+    assert {n: names[n] for n in ("loss", "val_loss", "mfu", "eval/<name>/loss", "moe.<layer>.dead", "fisher")} == {
+        "loss": "train/loss", "val_loss": "eval/val_loss", "mfu": "perf/mfu", "eval/<name>/loss": "eval/<name>/loss",
+        "moe.<layer>.dead": "moe/<layer>.dead", "fisher": "extension/fisher"}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.lane("ci")
+def test_tensorboard_has_the_rows_by_section_and_flat_names_on_request(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job = write_job(tmp_path, "\n[model.moe]\nnum_experts = 2\n")
+    for flat in (False, True):
+        folder = tmp_path / f"flat-{flat}"
+        asked = {"metrics.tensorboard": True, "metrics.flat_names": flat, "run.dir": str(folder)}
+        run(job, **asked, **{"metrics.every_steps": 2})
+        found = EventAccumulator(str(folder / "tensorboard")).Reload()
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+        named = {k: k if flat else tracker_name(k) for row in rows for k in scalars(row)}
+        assert {"loss", "moe.0.dead"} <= named.keys()
+        assert set(found.Tags()["scalars"]) == set(named.values())
+        for column, name in named.items():
+            got = [(point.step, point.value) for point in found.Scalars(name)]
+            wanted = [(row["step"], row[column]) for row in rows if column in scalars(row)]
+            assert got == [(step, pytest.approx(value)) for step, value in wanted], column
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ import pytest
 
 from forge_testing import forge_train, write_job
 from forge_train import read_run
+from forge_train.metrics.columns import tracker_name
 
 TABLES = """
 [metrics.sinks.curves]
@@ -109,9 +110,13 @@ def test_two_attempts_are_one_run_in_wandb_and_in_mlflow(
     assert set(lives[0][2]) == set(first["step"])
     assert set(lives[1][2]) == set(range(resumed, 8))
     assert resumed <= 5
+    # W&B gets sections, and names of its own begin with `_`
+    columns = {name for name in lives[1][2][7] if not name.startswith("_")}
+    assert columns <= {tracker_name(name) for name in second} - {"step", "schema"}
+    assert {name.split("/")[0] for name in columns} == {"train", "eval", "perf"}
     for name in ("loss", "lr", "tokens", "device_hours"):
         expected = dict(zip(second["step"], second[name]))
-        sent = {step: row[name] for step, row in lives[1][2].items()}
+        sent = {step: row[tracker_name(name)] for step, row in lives[1][2].items()}
         assert sent == {step: expected[step] for step in sent}, name
 
     client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
@@ -120,7 +125,7 @@ def test_two_attempts_are_one_run_in_wandb_and_in_mlflow(
     assert found.info.run_id == (folder / "mlflow.id").read_text().strip()
     assert (found.info.status, found.data.tags["kind"]) == ("FINISHED", "test")
     assert found.data.params["train.steps"] == "5"  # MLflow's params cannot change
-    points = client.get_metric_history(found.info.run_id, "loss")
+    points = client.get_metric_history(found.info.run_id, "train/loss")
     assert [p.step for p in points] == second["step"]  # none twice
     assert [p.value for p in points] == second["loss"]
 

@@ -122,6 +122,19 @@ def sweep(args: list[str]) -> int:
     return call_verb(run_sweep, with_new_names(args, "sweep", {"--plan": "--dry_run"}), "sweep")
 
 
+def grid(args: list[str]) -> int:
+    """Train CONFIG once for each combination of values of some keys, and compare the runs.
+
+    `--over optimizer.lr=1e-4:1e-2:5log --over model.dim=32,64` makes ten runs, in --dir/runs; `--KEY VALUE` sets a key of all.
+    All are checked before the first one starts. Ctrl-C lets them save; the same command trains what is missing.
+    Ends with 0 if all runs are done.
+    """
+    from forge_lab.study.grid import GridFlags, run_grid
+    from forge_train.cli import job_arguments  # which mounts this module
+
+    return run_grid(*job_arguments(args, "grid", grid.__doc__ or "", GridFlags))
+
+
 def _keys_last(args: list[str]) -> list[str]:
     """Move each `--section.key value` after the other arguments, as `section.key=value` after `--set`."""
     rest, words, left = list[str](), list[str](), list(args)

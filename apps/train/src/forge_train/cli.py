@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from forge_train.config.layers import Layers
 
 #: Verbs of forge-lab, which mounts them.
-OF_LAB = ("generate", "eval", "extract", "report", "goodput", "replay", "bisect", "sweep", "study")
+OF_LAB = ("generate", "eval", "extract", "report", "goodput", "replay", "bisect", "sweep", "grid",
+          "study")  # fmt: skip
 #: Verbs that join a process group under a launcher.
 _OF_RANKS = ("run", "eval", "extract", "replay", "study")
 
@@ -116,7 +117,7 @@ def run(args: list[str]) -> int:
     starts trains, and is started again after a crash or a hang.
     """
     nproc, rest = take_nproc(args)
-    layers, _ = _layers(rest, "run", run.__doc__ or "", ProcessFlags)
+    layers, _ = job_arguments(rest, "run", run.__doc__ or "", ProcessFlags)
     from forge_train.build.resolve import resolve  # imports torch, after a file that cannot be read
 
     job = resolve(layers)
@@ -146,7 +147,7 @@ def _check_doubles(args: Sequence[str]) -> None:
     refuse(
         Problem(f"--{name[2:]}", "duplicate", ..., f"is given {count} times", "leave one out")
         for name, count in Counter(names).items()
-        if count > 1
+        if count > 1 and name != "__over"  # a grid has one for each key
     )
 
 
@@ -209,7 +210,7 @@ def explain(args: list[str]) -> int:
     from forge_train.report.planned import check_picture, draw_plan, parameter_lines, phase_lines
 
     nproc, rest = take_nproc(args)
-    layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
+    layers, flags = job_arguments(rest, "explain", explain.__doc__ or "", ExplainFlags)
     picture = None if flags.plot is None else user_path(flags.plot)
     if picture is not None:
         check_picture(picture)
@@ -260,7 +261,7 @@ def plan(args: list[str]) -> int:
     from forge_train.build.resolve import resolve
     from forge_train.plan import PlanFlags, show_plan
 
-    layers, flags = _layers(args, "plan", plan.__doc__ or "", PlanFlags)
+    layers, flags = job_arguments(args, "plan", plan.__doc__ or "", PlanFlags)
     show_plan(resolve(layers, with_data=False).config, flags)
     return ExitCode.DONE
 
@@ -275,7 +276,7 @@ def slurm(args: list[str]) -> int:
     from forge_train.slurm import run_slurm
 
     args = with_new_names(args, "slurm", {"--print": "--dry_run"})
-    layers, flags = _layers(args, "slurm", slurm.__doc__ or "", SlurmFlags)
+    layers, flags = job_arguments(args, "slurm", slurm.__doc__ or "", SlurmFlags)
     return run_slurm(layers, flags)
 
 
@@ -360,8 +361,8 @@ def _mounted() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group="forge.commands")}
 
 
-def _layers(args: list[str], verb: str, description: str, own: type) -> tuple[Layers, Any]:
-    """The file with the flags laid over it, and the flags of the verb."""
+def job_arguments(args: list[str], verb: str, description: str, own: type) -> tuple[Layers, Any]:
+    """The file that the first argument names with the keys of the others laid over it, and the verb's own flags `own`."""
     from forge_train.config.layers import Layers, read_layers
 
     config = args[0] if args and not args[0].startswith("-") else None

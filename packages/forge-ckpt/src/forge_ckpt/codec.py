@@ -295,7 +295,7 @@ def path_from_json(tree: Any) -> Path:
 
 # A generator, as a nested function that calls itself is a cycle: it would keep all tensors until a collection.
 def _leaves(value: Any, path: Path, saving: bool) -> Iterator[tuple[Path, Any]]:
-    """(path, value) of all leaves below ``path``."""
+    """(path, value) of all leaves below ``path``; a container without tensors is one leaf."""
     children = _children(value, path) if _has_tensor(value) else None
     if children is None:
         yield path, value

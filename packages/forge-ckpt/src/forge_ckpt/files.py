@@ -46,7 +46,10 @@ def open_direct(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def os_errors_as_corruption(where: str, but: Collection[int] = ()) -> Iterator[None]:
-    """Turn the errors of a missing, linked or unreadable file into CorruptCheckpoint, ``but`` some."""
+    """Turn the errors of a missing, linked or unreadable file into CorruptCheckpoint, ``but`` some.
+
+    Faults of the host, such as EACCES, pass unchanged.
+    """
     try:
         yield
     except OSError as error:

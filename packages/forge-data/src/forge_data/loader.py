@@ -251,10 +251,11 @@ class Loader(IterableDataset[Batch]):
         """
         self._enter_part()
         if not self._empty:  # of all parts, as data may be gone when a later one begins
-            self._empty = {part.start: self._without_rows(part) for part in parts_of(self.stream)}
+            self._empty = {part.start: self._template(part) for part in parts_of(self.stream)}
         return self._empty[self._part.start].with_filler(rows)
 
-    def _without_rows(self, part: Part) -> Batch:
+    def _template(self, part: Part) -> Batch:
+        """A batch of no rows: dtypes, shapes and extras for the batches that hold nothing."""
         nothing = np.empty(0, np.int64)
         try:
             return _without_places(part.arrays(nothing), nothing, NO_STEPS)[0]

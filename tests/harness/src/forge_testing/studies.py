@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 STUDY = """
@@ -44,3 +45,13 @@ def write_study(folder: Path, study: str = "", sizes: str = "", base: str = "") 
     path = folder / "study.toml"
     path.write_text(STUDY.format(dir=folder / "out", study=study, sizes=sizes, base=base))
     return path
+
+
+def assert_shellcheck(script: Path) -> None:
+    """ShellCheck finds nothing in a batch script."""
+    done = subprocess.run(
+        ["shellcheck", "--shell=bash", "--severity=style", "--exclude=SC2016", script],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout

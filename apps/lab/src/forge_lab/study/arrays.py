@@ -1,15 +1,16 @@
-"""`forge-train sweep --slurm`: Slurm arrays with one element per run; forks wait for the array of trunks."""
+"""Slurm arrays with one element per run, of `sweep --slurm` and `grid --slurm`; forks wait for the array of trunks."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from forge_lab._shared.atomic import write_file
 from forge_lab._shared.problems import Problem
-from forge_lab.study.runs import Study, StudyRun, writing
+from forge_lab.study.queue import PlannedRun, check_all, writing
 from forge_resilience import ExitCode
 from forge_resilience.slurm import (
     SlurmConfig,
@@ -25,19 +26,42 @@ from forge_train.slurm import add_site, job_facts, note, refuse_layouts, submitt
 from forge_train.toolkit import structure_table
 
 
-def write_arrays(study: Study, submits: bool, site: str | None) -> int:
-    """Write <study.dir>/slurm/trunks.sh and forks.sh (without a trunk runs.sh) for the runs that are not done.
+def flag_problems(
+    jobs: int | None, slurm: bool, submit: bool, site: str | None, dry_run: bool
+) -> Iterator[Problem]:
+    """Problems of the flags that both `sweep` and `grid` have."""
+    if jobs is not None and jobs < 1:
+        yield Problem("--jobs", "range", jobs, "must be at least 1", "use --jobs 2")
+    for key, value in (("--submit", submit or None), ("--site", site)):
+        if value is not None and not slurm:
+            yield Problem(key, "requires", value, "must go with --slurm", "give it, too")
+    if dry_run and slurm:
+        rule, fix = "and --slurm exclude each other", "give one of them"
+        yield Problem("--dry_run", "excludes", ..., rule, fix)
+
+
+def write_arrays(
+    folder: Path,
+    arrays: Mapping[str, Sequence[PlannedRun]],
+    submits: bool,
+    site: str | None,
+    at_once: int | None = None,
+) -> int:
+    """Write `<folder>/slurm/<name>/job.sh` for the runs of each array that are not done; a later array waits for the first.
 
     Element i reads task-i.toml next to its script; task-i is the folder of that run. A requeued element resumes from its
-    newest checkpoint, as any job of `forge-train slurm` does.
+    newest checkpoint, as any job of `forge-train slurm` does. `at_once`: how many elements run at the same time.
     """
-    waiting = [run for run in study.runs if not run.is_done()]
-    trunks = [run for run in waiting if run.budget is None]
-    others = [run for run in waiting if run.budget is not None]
-    names = {"trunks": trunks, "forks" if study.config.trunk else "runs": others}
-    scripts = [_write(study, name, runs, site) for name, runs in names.items() if runs]
+    limit = f"%{at_once}" if at_once else ""
+    waiting = {name: [run for run in runs if not run.is_done()] for name, runs in arrays.items()}
+    refuse(problem for runs in arrays.values() for run in runs for problem in run.problems())
+    scripts = [
+        _write(folder / "slurm" / name, runs, site, limit, has_forks=len(arrays) > 1)
+        for name, runs in waiting.items()
+        if runs
+    ]
     if not scripts:
-        print("all runs are done; without --slurm the command writes the page")
+        print("all runs are done; without --slurm the command compares them")
     elif submits:
         number, options = "", tuple[str, ...]()
         for script in scripts:
@@ -52,12 +76,13 @@ def write_arrays(study: Study, submits: bool, site: str | None) -> int:
     return ExitCode.DONE
 
 
-def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> str:
+def _write(
+    folder: Path, runs: Sequence[PlannedRun], site: str | None, limit: str, has_forks: bool
+) -> str:
     """Write the script of an array, its configurations and links to the runs; return its path."""
-    folder = study.dir / "slurm" / name
-    jobs = [_element(run, site, folder, len(runs), study) for run in runs]
-    for job in jobs:
-        refuse_layouts(job)
+    key, elements = runs[0].folder_key, f"0-{len(runs) - 1}{limit}"
+    jobs = check_all(runs, lambda run: _element(run, site, folder, elements, has_forks))
+    check_all(jobs, refuse_layouts)
     facts = replace(job_facts(jobs[0]), run_dir=str(folder), script=str(folder / "job.sh"))
     config = with_retries(jobs[0].config.slurm, jobs[0].config.resilience.watch)
     with config_errors("slurm"):
@@ -65,8 +90,8 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
             note(warning)
         text = batch_script(config, [config.python, "-m", "forge_train", "run"], facts)
 
-    refuse(two_jobs("study.dir", str(folder), jobs_of(facts.script)))
-    with writing(folder):
+    refuse(two_jobs(key, str(folder), jobs_of(facts.script)))
+    with writing(folder, key):
         folder.mkdir(parents=True, exist_ok=True)
         for number, run in enumerate(runs):
             run.write()
@@ -79,9 +104,9 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
 
 
 def _element(
-    run: StudyRun, site: str | None, folder: Path, number: int, study: Study
+    run: PlannedRun, site: str | None, folder: Path, elements: str, has_forks: bool
 ) -> ResolvedJob:
-    """The job with the [slurm] of an array and of the site. ConfigError for keys that the study sets itself."""
+    """The job with the [slurm] of an array and of the site. ConfigError for keys that the array sets itself."""
     layers = Layers()
     for key, value in run.job.values().items():
         if key.startswith("slurm.") and run.job.origin(key) != "default":
@@ -90,20 +115,20 @@ def _element(
 
     table = layers.values.get("slurm", {})
     problems = [
-        Problem(f"slurm.{key}", "excludes", table[key], "is made by the study", "leave it out")
+        Problem(f"slurm.{key}", "excludes", table[key], "is made by the command", "leave it out")
         for key in ("array", "array_run_dirs", "array_arguments")
         if key in table
     ]
-    if study.config.trunk and table.get("on_stop", "requeue") != "requeue":
+    if has_forks and table.get("on_stop", "requeue") != "requeue":
         rule, fix = "ends the job that forks wait for", "use 'requeue', or study.trunk = false"
         problems.append(Problem("slurm.on_stop", "trunk", table["on_stop"], rule, fix))
     refuse(problems)
 
     own = {
-        "array": f"0-{number - 1}",
+        "array": elements,
         "array_run_dirs": True,
         "array_arguments": [f"{folder}/task-%a.toml"],
-        "job_name": table.get("job_name") or f"{study.name}-{folder.name}",
+        "job_name": table.get("job_name") or f"{folder.parent.parent.name}-{folder.name}",
     }
     config, found = structure_table({**table, **own}, SlurmConfig, "slurm")
     refuse(found)

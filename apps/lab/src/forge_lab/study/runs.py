@@ -15,7 +15,6 @@ name = "wsd"
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
@@ -32,8 +31,9 @@ from forge_core import flops_per_token, parameter_count
 from forge_lab._shared.paths import expand_fields, user_path
 from forge_lab._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_lab._shared.toml_files import read_toml
-from forge_train import Layers, ResolvedJob, RunDirectory, read_layers, resolve
-from forge_train.errors import ConfigError, JobError, refuse, write_errors
+from forge_lab.study.queue import PlannedRun, check_all
+from forge_train import Layers, read_layers, resolve
+from forge_train.errors import ConfigError, refuse
 from forge_train.toolkit import Course, build_trained, structure_table
 
 #: Tables of names, and the section of a job whose keys an entry holds.
@@ -102,77 +102,20 @@ class Variant(NamedTuple):
         return "-".join(filter(None, words))
 
 
-@dataclass(frozen=True)
-class StudyRun:
-    """A run of a study: its variant, its first step, and its cost in tokens and operations.
+@dataclass(frozen=True, kw_only=True)
+class StudyRun(PlannedRun):
+    """A run of a study: its variant, and its cost in tokens and operations; a trunk has no budget.
 
-    `parent` is the trunk that it forks from at `begin`; a trunk has no budget. `parameters` counts those that
-    study.parameters names; `tokens` and `flops` include the steps that the parent has trained.
+    `parameters` counts those that study.parameters names; `tokens` include the steps that the parent has trained.
     """
 
-    name: str
     size: str
     optimizer: str
     schedule: str
     seed: int
     budget: float | None
-    parent: str | None
-    begin: int
-    steps: int
     parameters: int
     tokens: int
-    flops: float
-    toml: str = field(repr=False)
-    job: ResolvedJob = field(repr=False)
-
-    @property
-    def own_part(self) -> float:
-        """The fraction of its steps that it trains itself."""
-        return 1 - self.begin / self.steps
-
-    @property
-    def dir(self) -> Path:
-        """The run's folder."""
-        return Path(self.job.config.run.dir)
-
-    @property
-    def file(self) -> Path:
-        """Its configuration, next to the folder."""
-        return self.dir.with_name(f"{self.name}.toml")
-
-    def is_done(self) -> bool:
-        """Whether its last step is saved."""
-        return self.steps in RunDirectory(self.dir).committed()
-
-    def write(self) -> None:
-        """Write the configuration. JobError where it cannot be written.
-
-        ConfigError if the run, or its trunk, was begun with another configuration.
-        """
-        folder = str(self.dir.parent.parent)
-        of_trunk = RunDirectory(self.dir.with_name(self.parent)).committed() if self.parent else {}
-        has_begun = RunDirectory(self.dir).has_checkpoints()
-        if not has_begun and max(of_trunk, default=0) > self.begin not in of_trunk:
-            rule = (
-                f"has {self.parent}, which did not save at step {self.begin}, from which {self.name} forks: it was trained "
-                "for other budgets"
-            )
-            raise invalid("study.dir", "parent", folder, rule, "choose another", kind=ConfigError)
-
-        if self.file.exists() and self.file.read_text(encoding="utf-8") == self.toml:
-            return
-        if has_begun:
-            rule = f"has {self.name}, which was begun with another configuration than the study has now"
-            fix = "set the study back, or choose another"
-            raise invalid("study.dir", "changed", folder, rule, fix, kind=ConfigError)
-        with writing(self.file):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.write_text(self.toml, encoding="utf-8")
-
-
-def writing(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Turn an OSError of the block into a JobError about `path`."""
-    return write_errors("study.dir", path, "choose another", JobError)
 
 
 @dataclass(frozen=True)
@@ -211,14 +154,11 @@ def read_study(path: Path) -> Study:
 
     base = _base(path, config, table.get("base", {}))
     sizes, optimizers, schedules = (_entries(path, axis, table.get(axis, {})) for axis in AXES)
-    runs: list[StudyRun] = []
-    seen: dict[str, Any] = {}  # by text: each problem once, and its value may have no hash
-    for size, optimizer, seed in itertools.product(sizes, optimizers, config.seeds):
-        try:
-            runs += _group(config, base, size, optimizer, schedules, seed)
-        except ConfigError as error:
-            seen |= {str(problem): problem for problem in error.problems}
-    refuse(list(seen.values()))
+    groups = check_all(
+        itertools.product(sizes, optimizers, config.seeds),
+        lambda of: _group(config, base, of[0], of[1], schedules, of[2]),
+    )
+    runs = [run for group in groups for run in group]
     runs.sort(key=lambda run: run.parent is not None)  # stable: trunks first
     return Study(Path(config.dir).name, config, tuple(runs))
 
@@ -353,9 +293,11 @@ def _run(
     _, before, own = Course(job.config).at_step(steps)
     tokens = before + own
     flops = tokens * flops_per_token(model, job.config.data.seq_len)
-    parameters = count_parameters(model, config.parameters)
-    toml = job.to_toml(given=True)
-    return StudyRun(name, *variant, budget, None, 0, steps, parameters, tokens, flops, toml, job)
+    parameters, toml = count_parameters(model, config.parameters), job.to_toml(given=True)
+    return StudyRun(
+        **variant._asdict(), name=name, steps=steps, toml=toml, job=job, budget=budget,
+        parameters=parameters, tokens=tokens, flops=flops,
+    )  # fmt: skip
 
 
 def _forked(config: StudyConfig, run: StudyRun, trunk: str) -> StudyRun:

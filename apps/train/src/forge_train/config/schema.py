@@ -201,6 +201,8 @@ class MetricsConfig(Checked):
     """progress on a terminal; auto: live on a terminal, else plain lines"""
     tensorboard: bool = False
     """write TensorBoard files to <run.dir>/tensorboard, as a sink of that name does"""
+    flat_names: bool = False
+    """deprecated, removed in 0.3.0: tensorboard, wandb and mlflow get the names of metrics.jsonl, without sections"""
     gradients_every_steps: int = field(0, between=_FROM_0)
     """steps between rows with norm, signal and noise of the gradient of each block; 0: none; signal and noise need
     two micro-batches a step; without parallel.cp, pp, ep, compile and float8"""

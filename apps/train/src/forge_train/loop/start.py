@@ -97,15 +97,12 @@ def restore(
 
 def _sinks(run: Run) -> dict[str, Callable[[int], Sink]]:
     """From the loaded step to each sink of a run; metrics.jsonl is the first, for which a save waits."""
-    metrics, folder = run.config.metrics, run.folder
-    found: dict[str, Callable[[int], Sink]] = {
-        folder.metrics.name: partial(JsonlSink, folder.metrics)
-    }
-    mode = console_mode(metrics.console)
+    rows, mode = run.folder.metrics, console_mode(run.config.metrics.console)
+    found: dict[str, Callable[[int], Sink]] = {rows.name: partial(JsonlSink, rows)}
     if mode is not None:
         found["console"] = lambda step: ConsoleSink(mode, step, run.total_steps)
-    for name, make in find_sinks(metrics).items():
-        found[f"metrics.sinks.{name}"] = partial(make, folder.path)
+    for name, make in find_sinks(run.config.metrics).items():
+        found[f"metrics.sinks.{name}"] = partial(make, run.folder.path)
     return found
 
 

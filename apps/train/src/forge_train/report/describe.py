@@ -83,16 +83,6 @@ def print_explanation(job: ResolvedJob, console: Console, changed: bool = False)
     console.print(table)
 
 
-def keys_as_markdown() -> str:
-    """The table of docs/configuration.md."""
-    lines = ["| key | type | range | default | meaning |", "|---|---|---|---|---|"]
-    for row in key_rows():
-        default = f"`{row.default}`" if row.default else ""
-        cells = [f"`{row.key}`", row.type, row.range, default, row.meaning]
-        lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
 def help_of(item: dataclasses.Field[Any], cls: type) -> str:
     """What a field means: its `help`, or the text below it in the source of the class that declares it."""
     if item.metadata.get("help"):

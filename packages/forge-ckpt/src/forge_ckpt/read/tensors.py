@@ -95,7 +95,7 @@ class SavedTensors:
         return self.read_box(name, [0] * len(shape), shape)
 
     def read_box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of the tensor, verified: only the blocks that it touches are read."""
+        """A box of the tensor, verified, for tools such as `cat` and `reshard`: only the blocks that it touches are read."""
         entry = self.table.tensors[name]
         box = torch.empty(tuple(sizes), dtype=entry.dtype)
         in_place: list[Segment] = []

@@ -32,7 +32,7 @@ def check_column(
 def check_other_columns(
     config: SourceConfig, features: Mapping[str, Any], rows: int
 ) -> dict[str, int]:
-    """Columns of a set that are not read, with their rows; InvalidData for one whose content would be lost."""
+    """Columns of a Hugging Face set that are not read, with their rows; InvalidData for one whose content would be lost."""
     table = config.huggingface
     keys = RecordKeys(table.ignore_keys, table.strict, InvalidData)
     filled = {name: rows for name, kind in features.items() if getattr(kind, "dtype", "") != "null"}

@@ -240,7 +240,7 @@ def _verify_folder(folder: Path) -> int:
 
 
 def resolve_split(path: Path, split: str) -> Path:
-    """The folder or raw file of `split` below `path`."""
+    """What to open for `split` of `path`: a folder `path/SPLIT` if there are splits, else, for train, `path` itself."""
     check_split(split)
     name = str(path)
     if not path.exists():

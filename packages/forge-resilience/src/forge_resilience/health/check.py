@@ -166,7 +166,7 @@ def _catch_device_errors(what: str, probe: Callable[[], Finding]) -> Finding:
 
 
 def _findings_of_all_ranks(folder: str, rows: list[dict[str, Any]]) -> list[RankFinding]:
-    """The findings of all ranks that are not ok, with those that need a comparison."""
+    """The findings of all ranks that are not ok, with those that need a comparison; each rank computes them."""
     nodes = [row["node"] for row in rows]
     time_of = probes.clocks([row["time"] for row in rows])
     seen = probes.shared_folder(folder, [row["seen"] for row in rows], nodes)
