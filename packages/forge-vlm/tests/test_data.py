@@ -163,11 +163,7 @@ def model(fusion):
     vit = ViTConfig(image_size=8, patch_size=4, dim=8, num_layers=1, num_heads=2)
     return VLM(
         VLMConfig(
-            vocab_size=258,
-            dim=16,
-            num_layers=2,
-            num_heads=2,
-            max_seq_len=512,
+            **{"vocab_size": 258, "dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 512},
             vision=VisionConfig(vit=vit),
             modalities={"image": ModalityConfig(IMAGE)},
             fusion=FusionConfig(fusion),

@@ -24,14 +24,9 @@ from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import ConfigError
 
 __all__ = [
-    "call_verb",
-    "flag_errors",
-    "is_rank_of_many",
-    "parse_arguments",
-    "take_nproc",
-    "warn_renamed",
+    "call_verb", "flag_errors", "is_rank_of_many", "parse_arguments", "take_nproc", "warn_renamed",
     "with_new_names",
-]
+]  # fmt: skip
 
 #: While it is active, flags of type Path take a leading `~/` as the home folder.
 PATHS = path_flags()
