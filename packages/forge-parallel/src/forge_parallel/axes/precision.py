@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch import Tensor, nn
 
 from forge_parallel._torch_compat import at_end_of_backward, foreach_to, map_tensors, tensors_of
 
-#: Elements that one launch casts. More would take several launches, and their gradients, which are cast when all of a
-#: batch are there, more memory: 2 bytes each.
+#: Elements that are cast at once. More take several launches, and more memory until all gradients of a batch are there.
 BATCH = 2**24
 _CASTS = "_forge_casts"
 
@@ -124,7 +124,7 @@ class _Casts:
         if torch.is_grad_enabled():
             self.kept.clear()
         found = {p: cast for p, (version, cast) in self.kept.items() if version == p._version}
-        for batch in _batches(p for p in parameters if p not in found):
+        for batch in _batches([p for p in parameters if p not in found]):
             found.update(zip(batch, _Cast.apply(self.dtype, *batch)))
         if not torch.is_grad_enabled():
             self.kept = {p: (p._version, cast) for p, cast in found.items()}
@@ -150,15 +150,11 @@ class _Cast(torch.autograd.Function):
         return None, *(None if grad is None else next(casts) for grad in grads)
 
 
-def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of `BATCH` elements at most, in their order, trained ones apart from frozen ones."""
-    batches: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    sizes = {True: 0, False: 0}
-    for parameter in parameters:
-        trained, size = parameter.requires_grad, parameter.numel()
-        if batches[trained] and sizes[trained] + size > BATCH:
-            yield batches[trained]
-            batches[trained], sizes[trained] = [], 0
-        batches[trained].append(parameter)
-        sizes[trained] += size
-    yield from filter(None, batches.values())
+def _batches(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Parameters that are cast at once: neighbors of `BATCH` elements or so, trained or frozen; a larger one by itself."""
+    batches: dict[Any, list[nn.Parameter]] = {}
+    for parameter, end in zip(parameters, accumulate(p.numel() for p in parameters)):
+        large = parameter.numel() >= BATCH
+        key = parameter if large else (parameter.requires_grad, end // BATCH)
+        batches.setdefault(key, []).append(parameter)
+    return batches.values()
