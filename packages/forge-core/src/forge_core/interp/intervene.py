@@ -32,7 +32,7 @@ def intervene(
     A change of `attn_scores` or `attn_weights` computes attention from its definition, with all (B, H, S, S) weights.
 
     The values are those of this process: shards where ranks share sequences or heads. With `whole`
-    (`forge_parallel.points.WholePoints`) a change gets full values on each of these ranks, must return the same on all of
+    (`forge_parallel.points.UnshardedPoints`) a change gets full values on each of these ranks, must return the same on all of
     them, and has no gradient; each rank continues with its shard. Ranks of a pipeline call the changes of their own
     blocks. A recomputed forward (activation checkpointing) calls a change again. Cost: that of the changes, and with
     `whole` one gather of the value for each axis that shards it.
