@@ -10,7 +10,7 @@ from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.streams import tolerate
 from forge_ckpt.errors import CorruptCheckpoint, StoreInUse, one_line
 
-__all__ = ["main", "path_flags", "run"]
+__all__ = ["main", "path_flags"]
 
 OK, LIMIT, CORRUPT, WRONG_USAGE, INTERRUPTED = 0, 1, 66, 78, 130
 
