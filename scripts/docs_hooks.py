@@ -1,9 +1,9 @@
 """Hooks of mkdocs (`hooks:` in mkdocs.yml) that build the site from files where they are.
 
-- Pages from other folders (`MOUNTED`) become pages of the site without copies in docs/.
+- Files of the repository (`MOUNTED`) become pages of the site without copies in docs/; several files may be one page.
 - Relative links are those of the repository. A link to a page becomes a link of the site; to another file, a link below
   `repo_url`, or its path as code where there is none. A link that leads nowhere is a warning, and `strict` fails the build.
-- Each package gets an API page of the names in its `__all__`; one without a docstring is a warning.
+- The page of a package is its README and the names in its `__all__`; one without a docstring is a warning.
 - Diagrams of scripts/write_diagrams.py are drawn in a light and a dark variant.
 """
 
@@ -12,6 +12,9 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.etree.ElementTree import Element
@@ -36,19 +39,26 @@ from write_diagrams import DIAGRAMS
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("mkdocs.hooks.forge")
 
-#: Pages of the site that lie elsewhere in the repository: {page: file}.
+#: {package: its page}.
+PACKAGE_PAGES = {package: f"packages/{package.replace('_', '-')}.md" for package in PACKAGES}
+#: Pages of the site that are other files, or several: {page: files}. The first file has the title of the page.
 MOUNTED = {
-    "overview.md": "README.md",
-    "contributing.md": "CONTRIBUTING.md",
-    "security.md": "SECURITY.md",
-    "runner.md": "apps/train/README.md",
-    "lab.md": "apps/lab/README.md",
-    "examples.md": "examples/README.md",
-    **{f"packages/{p.parent.name}.md": f"packages/{p.parent.name}/README.md"
-       for p in sorted(ROOT.glob("packages/*/README.md"))},
+    "benchmarks.md": ("docs/benchmarks.md", "docs/h200.md"),
+    "configuration.md": ("docs/configuration.md", "docs/environment-variables.md"),
+    "contributing.md": ("CONTRIBUTING.md", "SECURITY.md"),
+    "equivalence.md": ("docs/equivalence.md", "docs/reshard.md"),
+    "examples.md": ("examples/README.md",),
+    "faq.md": ("docs/faq.md", "docs/exit-codes.md"),
+    "models.md": ("docs/models.md", "docs/torch-versions.md"),
+    "null-gpu.md": ("docs/null-gpu.md", "docs/null-gpu-sizes.md", "docs/null-gpu-memory.md",
+                    "docs/null-gpu-layouts.md", "docs/null-gpu-matrix.md"),
+    "optimizers.md": ("docs/optimizers.md", "docs/scaling-study.md"),
+    "reliability.md": ("docs/reliability.md", "docs/known-failures.md"),
+    "slurm.md": ("docs/slurm.md", "docs/slurm-story.md"),
+    "vlm-learning.md": ("docs/vlm-learning.md", "docs/vlm-matched-loss.md"),
+    **{page: (f"{PACKAGES[package].parents[1].relative_to(ROOT)}/README.md", f"docs/data/api/{package}.txt")
+       for package, page in PACKAGE_PAGES.items()},
 }  # fmt: skip
-#: What a link to a list of public names leads to on the site: {file: page}.
-_API_PAGES = {f"docs/data/api/{package}.txt": f"api/{package}.md" for package in PACKAGES}
 _ITEM = re.compile(r" *(?:[-*+]|\d+\.) +(?=\S)")
 _FENCE = re.compile(r" *(`{3,})([\w-]*)")
 
@@ -64,13 +74,15 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add mounted pages, API pages and diagrams."""
-    for page, source in MOUNTED.items():
-        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    """Add mounted pages and diagrams."""
+    for page, sources in MOUNTED.items():
+        for source in sources:
+            if alone := files.get_file_from_path(source.removeprefix("docs/")):
+                files.remove(alone)
+        files.append(File.generated(config, page, content=joined(page, sources)))
     for package in PACKAGES:
         for name in undocumented(package):
             log.warning(f"{name} is public and has no docstring; write one")
-        files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
 
     for name, draw in DIAGRAMS.items():
         for variant in (f"{name}.svg", f"{name}-dark.svg"):
@@ -84,6 +96,55 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Set the page whose links are rewritten next, and adapt its text to python-markdown."""
     config.extra["repository_links"].begin_page(page.file, files, config.repo_url)
     return for_python_markdown(markdown)
+
+
+# ---- pages of several files
+
+
+def text_of(source: str) -> str:
+    """The text of a file of the repository; of a list of public names, the entries of its package."""
+    if source.startswith("docs/data/api/"):
+        return api_page(Path(source).stem)
+    return (ROOT / source).read_text(encoding="utf-8")
+
+
+def joined(page: str, sources: tuple[str, ...]) -> str:
+    """The text of a page: the files one after another, with the headings of all but the first one level lower."""
+    first, *others = map(text_of, sources)
+    anchors = [anchors_of(text) for text in (first, *others)]
+    for anchor, number in Counter(chain.from_iterable(anchors)).items():
+        if number > 1:
+            log.warning(
+                f"{page}: files of {', '.join(sources)} have the heading #{anchor} in common"
+            )
+    return "\n\n".join([first, *map(with_lower_headings, others)])
+
+
+def with_lower_headings(text: str) -> str:
+    return "".join(f"#{part}" if heading else part for heading, part in _parts(text))
+
+
+def anchors_of(text: str) -> set[str]:
+    """Anchors of the headings of a file; that of its title is the first."""
+    to_anchor = slugify(case="lower")
+    return {
+        to_anchor(part.strip("# \n").replace("`", ""), "-")
+        for heading, part in _parts(text)
+        if heading
+    }
+
+
+def title_anchor(source: str) -> str:
+    title = next(part for heading, part in _parts(text_of(source)) if heading)
+    return next(iter(anchors_of(title)))
+
+
+def _parts(text: str) -> Iterator[tuple[bool, str]]:
+    """(whether it is a heading, line) of each line, without those in code."""
+    inside = False
+    for line in text.splitlines(keepends=True):
+        inside ^= line.lstrip().startswith("```")
+        yield not inside and line.startswith("#"), line
 
 
 # ---- Markdown as code hosts read it
@@ -137,15 +198,13 @@ class RepositoryLinks(Extension, Treeprocessor):
     def begin_page(self, file: File, files: Files, repo_url: str | None) -> None:
         """Set the page that is rendered next."""
         self.file, self.files, self.repo_url = file, files, repo_url
-        self.source = MOUNTED.get(file.src_uri, f"docs/{file.src_uri}")
-        self.pages = {f"docs/{f.src_uri}": f for f in files}
-        for page, source in MOUNTED.items():
-            mounted = files.get_file_from_path(page)
-            if mounted:
-                self.pages |= {source: mounted, posixpath.dirname(source) or source: mounted}
-        for source, page in _API_PAGES.items():
+        self.source, *_ = MOUNTED.get(file.src_uri, (f"docs/{file.src_uri}",))
+        self.pages = {f"docs/{f.src_uri}": (f, "") for f in files}
+        for page, sources in MOUNTED.items():
             if found := files.get_file_from_path(page):
-                self.pages[source] = found
+                first, *others = sources
+                self.pages |= {first: (found, ""), posixpath.dirname(first) or first: (found, "")}
+                self.pages |= {source: (found, title_anchor(source)) for source in others}
 
     def run(self, root: Element) -> None:
         for cell in root.iter("td"):
@@ -163,12 +222,13 @@ class RepositoryLinks(Extension, Treeprocessor):
         target = posixpath.normpath(
             posixpath.join(posixpath.dirname(self.source), unquote(parts.path))
         )
-        if found := self.pages.get(target):
-            if found.inclusion.is_excluded():  # data that a page links to
-                found.inclusion = InclusionLevel.INCLUDED
+        found, anchor = self.pages.get(target, (None, ""))
+        if found and found.inclusion.is_excluded() and target.startswith("docs/data/"):
+            found.inclusion = InclusionLevel.INCLUDED  # data that a page links to
+        if found and not found.inclusion.is_excluded():
             here = posixpath.dirname(self.file.src_uri) or "."
-            to = posixpath.relpath(found.src_uri, here)
-            element.set(attribute, f"{to}#{parts.fragment}" if parts.fragment else to)
+            to, fragment = posixpath.relpath(found.src_uri, here), parts.fragment or anchor
+            element.set(attribute, f"{to}#{fragment}" if fragment else to)
             return _variants(element) if attribute == "src" else element
 
         if target.startswith("../") or not (ROOT / target).exists():
@@ -224,10 +284,10 @@ def _variants(image: Element) -> Element:
 
 def api_page(package: str) -> str:
     """Markdown with an entry of mkdocstrings for each public name; a name of several modules has one entry, in the first."""
-    lines = [f"# Python API of {package}", ""]
+    lines = [f"# Python API of {package}", "", f"Generated from the docstrings of `{package}`.", ""]
     first: dict[tuple[str, int], str] = {}
     for module in public_modules(package):
-        lines += [*_entry(module, 2, members=False), ""]
+        lines += [*_entry(module, 3, members=False), ""]
         also = []
         for name in public_names(module) or ():
             path, found = f"{module}.{name}", definition(module, name)
@@ -241,7 +301,7 @@ def api_page(package: str) -> str:
                 first[key] = f"{found[0]}.{name}" if tree(path) else path
                 if tree(path) and public_names(path) is None:
                     lines += [f'<a id="{path}"></a>', ""]
-                lines += [*_entry(first[key], 3), ""]
+                lines += [*_entry(first[key], 4), ""]
         if also:
             lines += [f"Also in `{module}`: {', '.join(also)}.", ""]
     return "\n".join(lines)

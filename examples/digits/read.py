@@ -1,6 +1,6 @@
 """Ask trained readers which digit they see, and draw what they look at.
 
-    python -m examples.digits.read runs/digits runs/digits_moma --write docs/vlm-digits
+    python -m examples.digits.read runs/digits runs/digits_moma --write docs/vision
 
 Prints a JSON line for each run: the share of the 360 held-out digits that it reads right by `generate`, and the same of
 blank pictures. --write keeps the lines in a JSON file, and draws where each reader looked while it answered.

@@ -186,7 +186,7 @@ def as_pip(words: list[str]) -> int:
     verb, *targets = words
     missing = [] if verb == "install" else [verb]
     for target in targets:
-        if target.startswith("-"):
+        if target.startswith("-") or (ROOT / target).is_file():  # -c FILE
             continue
         name, _, extras = target.rstrip("]").partition("[")
         if name.startswith("."):

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 from scripts import write_configuration_page, write_metrics_page
+from scripts.write_command_line_page import commands_as_markdown
+from scripts.write_models_page import models_as_markdown
 from tests.documents.blocks import blocks_of
 from tests.documents.commands import commands_of, missing_names
 
+from forge_train.cli import OF_LAB, VERBS
 from forge_train.metrics.columns import COLUMNS
 from forge_train.report.describe import key_rows
 
@@ -40,6 +43,48 @@ def test_the_page_of_columns_is_the_one_the_code_generates() -> None:
     page = write_metrics_page.PAGE.read_text(encoding="utf-8")
     assert page == write_metrics_page.page(), "run: hatch run python scripts/write_metrics_page.py"
     assert all(column.unit and column.range for column in COLUMNS)
+
+
+@pytest.mark.slow
+@pytest.mark.lane("ci")
+def test_the_page_of_commands_is_the_one_the_help_gives() -> None:
+    """Run: hatch run dev:python scripts/write_command_line_page.py"""
+    page = commands_as_markdown()
+    assert page == (ROOT / "docs/command-line.md").read_text()
+    titles = re.findall(r"^### forge-train (\w+)$", page, re.MULTILINE)
+    assert titles == [verb for verb in (*VERBS, *OF_LAB) if verb != "study"]
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    doubled = re.compile(r"\(default: [^)]*\) \(default:|\|  \|$")
+    assert [row for row in rows if doubled.search(row)] == []
+    assert [row for row in rows if "--no_" in row and "(default: True)" not in row] == []
+
+
+@pytest.mark.slow
+@pytest.mark.lane("ci")
+def test_the_page_of_models_is_the_one_that_cells_and_families_give() -> None:
+    """Run: hatch run dev:python scripts/write_models_page.py"""
+    pytest.importorskip("transformers")
+    assert models_as_markdown() == (ROOT / "docs/models.md").read_text()
+
+
+def test_the_page_of_determinism_names_tests_that_exist() -> None:
+    page = ROOT / "docs/determinism.md"
+    named = re.findall(r"\[(test_\w+)\]\(([^)]+)\)", page.read_text())
+    assert len(named) > 20
+    lost = [n for n, file in named if f"def {n}(" not in (page.parent / file).read_text()]
+    assert lost == []
+
+
+def test_the_page_of_installation_lists_all_extras() -> None:
+    rows = re.findall(r"^\| `((?:packages|apps)/[\w-]+)` \| (.*) \|$", (ROOT / "docs/install.md").read_text(), re.MULTILINE)  # fmt: skip
+    listed = {folder: set(re.findall(r"`(\w+)`", extras)) for folder, extras in rows}
+    projects = {
+        str(file.parent.relative_to(ROOT)): tomllib.loads(file.read_text())["project"]
+        for folder in ("packages", "apps")
+        for file in ROOT.glob(f"{folder}/*/pyproject.toml")
+    }
+    extras = {name: set(of.get("optional-dependencies", ())) for name, of in projects.items()}
+    assert listed == {name: found for name, found in extras.items() if found}
 
 
 def regression_tests() -> dict[str, set[str]]:
@@ -93,7 +138,7 @@ def test_commands_and_keys_of_a_page_exist(page: Path) -> None:
 
     text = page.read_text()
     keys = {row.key for row in key_rows()}
-    flags = set(re.findall(r"--([a-z]+\.[a-z_.]+[a-z0-9])", text)) - {"section.key"}
+    flags = set(re.findall(r"--([a-z]+\.[a-z0-9_.]+[a-z0-9])", text)) - {"section.key"}
     assert {named(flag) for flag in flags} <= keys
 
     tables = {".".join(key.split(".")[:n]) for key in keys for n in (1, 2, 3, 4)}
@@ -140,7 +185,7 @@ def test_the_readme_lists_every_package() -> None:
         assert f"(packages/{folder.name})" in readme
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/first-ten-minutes.md", "docs/faq.md", "docs/slurm.md"])  # fmt: skip
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/install.md", "docs/first-ten-minutes.md", "docs/own-text.md", "docs/several-ranks.md", "docs/faq.md", "docs/slurm.md"])  # fmt: skip
 def test_pages_for_newcomers_have_no_word_of_the_list_never(page: str) -> None:
     words = tomllib.loads((ROOT / "scripts/language.toml").read_text())["never"]
     patterns = [rf"(?<![A-Za-z])(?:{word.replace(' ', '[ _-]')})(?![A-Za-z])" for word in words]

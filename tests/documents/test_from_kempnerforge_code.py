@@ -21,7 +21,7 @@ from forge_train.report.describe import key_rows
 pytestmark = pytest.mark.lane("test")
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/from-kempnerforge-code.md").read_text()
+PAGE = (ROOT / "docs/from-kempnerforge.md").read_text().partition("\n## Functions, ")[2]
 # What there was in June 2026 (hooks of the loop: July), by section of the page.
 THERE = {
     "Hooks and evaluation": "TrainingHook, HookRunner, StepContext, run_training, step_fn, run_eval",
@@ -46,7 +46,7 @@ SUFFIXES = (".py", ".toml", ".ipynb", ".md")
 def rows() -> dict[str, list[tuple[str, str, str]]]:
     """{section: (what there is there, here or "gone", remark)}."""
     found = {}
-    for part in PAGE.split("\n## ")[1:]:
+    for part in PAGE.split("\n### ")[1:]:
         title, _, body = part.partition("\n")
         cells = re.findall(r"^\| `([^`]+)` \| (`.+?`|gone) \| ?(.*?) ?\|$", body, re.MULTILINE)
         assert len(cells) == body.count("\n| ") - 1, f"{title}: a row differs in form"

@@ -16,14 +16,15 @@ import pytest
 
 PAGE = Path(__file__).parents[2] / "docs/prove.md"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+FILE = re.compile(r"cat > (\S+) <<'(\w+)'\n(.*?)\2\n", re.DOTALL)
 
 
 def with_real_output(page: str, folder: Path) -> str:
-    """The page, with what its commands print. Python that is no file runs as a program."""
+    """The page, with what the commands of `console` blocks print, after its files are written and its Python has run."""
     for kind, text in BLOCK.findall(page):
-        if name := re.match(r"# (\w+\.\w+)\n", text):
-            (folder / name[1]).write_text(text)
-        elif kind == "python":
+        for name, _, file in FILE.findall(text):
+            (folder / name).write_text(file)
+        if kind == "python":
             _run([sys.executable, "-c", text], folder)
     return BLOCK.sub(lambda found: _filled(found, folder), page)
 

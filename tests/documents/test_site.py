@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.lane("ci")]
 
 ROOT = Path(__file__).parents[2]
 HOOKS = ROOT / "scripts/docs_hooks.py"
+MOST_PAGES, MOST_LINES = 60, 250
 SECTIONS = ["Start", "Guides", "Concepts", "Reference", "Evidence", "Migrate", "Contribute"]
 #: Attributes that make a browser load something when a page is opened.
 LOADING = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src",
@@ -102,9 +103,15 @@ def test_a_foreign_host_is_seen(tmp_path: Path) -> None:
     assert [u for text in found.styles for u in styles_outside(text)] == ["https://e", "https://f"]
 
 
+@pytest.fixture(scope="module")
+def hooks() -> ModuleType:
+    found: ModuleType = load_config(str(ROOT / "mkdocs.yml")).plugins["scripts/docs_hooks.py"]  # type: ignore[assignment]
+    return found
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_has_an_anchor(site: Path, package: str) -> None:
-    ids = Elements(site / f"api/{package}.html").ids
+def test_every_public_name_has_an_anchor(site: Path, hooks: ModuleType, package: str) -> None:
+    ids = Elements((site / hooks.PACKAGE_PAGES[package]).with_suffix(".html")).ids
     names = {f"{m}.{name}" for m in public_modules(package) for name in public_names(m) or ()}
     assert names - ids == set()
 
@@ -122,6 +129,23 @@ def _pages(nav: Any) -> Iterator[str]:
     else:
         for below in nav.values() if isinstance(nav, dict) else nav:
             yield from _pages(below)
+
+
+def test_pages_are_few_and_short(hooks: ModuleType) -> None:
+    """Generated files may be longer; their first lines say what writes them."""
+    pages = list(_pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert len(pages) == len(set(pages)) <= MOST_PAGES
+    lengths = {}
+    for page in pages:
+        texts = [(ROOT / file).read_text() for file in hooks.MOUNTED.get(page, (f"docs/{page}",))]
+        lengths[page] = sum(len(text.splitlines()) for text in texts if not is_generated(text))
+    assert {page: length for page, length in lengths.items() if length > MOST_LINES} == {}
+
+
+def is_generated(text: str) -> bool:
+    head = "\n".join(text.splitlines()[:20])
+    by = r"(generated|written|made) (by|from)|` writes (this page|it|them)|--write\b"
+    return bool(re.search(by, head, re.IGNORECASE))
 
 
 def test_only_data_that_a_page_links_to_is_on_the_site(site: Path) -> None:
@@ -170,6 +194,25 @@ def test_links_to_other_files_are_paths_or_links_of_the_repository(small: Small)
     small.config.repo_url = "https://host/forge"
     page = small.build(text)
     assert '<a href="https://host/forge/blob/HEAD/tests/lanes">the tests</a>' in page
+
+
+def test_files_of_one_page_have_their_links_and_no_heading_in_common(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = small.page.parent
+    monkeypatch.setattr(small.hooks, "ROOT", folder.parent)
+    monkeypatch.setattr(small.hooks, "MOUNTED", {"index.md": ("docs/index.md", "docs/second.md")})
+    (folder / "second.md").write_text("# Second\n\n## Part\n\n```bash\n# code\n```\n")
+    (folder / "third.md").write_text("[title](second.md), [part](second.md#part)\n")
+
+    page = small.build("# First\n\n[title](second.md)\n")
+    headings = re.findall(r'<h([123]) id="(\w+)"', page)
+    assert headings == [("1", "first"), ("2", "second"), ("3", "part")]
+    third = (small.built.parent / "third/index.html").read_text()
+    found = re.findall(r'href="[^"]*#(\w+)">(title|part)</a>', page + third)
+    assert found == [("second", "title"), ("second", "title"), ("part", "part")]
+    with pytest.raises(Abort):  # prose: the build fails
+        small.build("# First\n\n## Part\n")
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 IMPORTS = {
@@ -126,5 +128,7 @@ def test_each_table_of_old_names_has_the_same_end() -> None:
     tables = sorted(ROOT.glob("*/*/src/*/_renamed.py"))
     assert len(tables) == 9
     for table in tables:
+        project = tomllib.loads((table.parents[2] / "pyproject.toml").read_text())["project"]
+        assert Version(project["version"]) < Version("0.3.0"), table
         first = table.read_text().split("\n")[0]
         assert first.endswith('until 0.3.0 with a DeprecationWarning."""'), table

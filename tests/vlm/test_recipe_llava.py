@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 Image = pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/recipe-llava.md"
+PAGE = ROOT / "docs/vision-recipes.md"
 RECIPES = ("configs/recipes/llava_7b_stage_1.toml", "configs/recipes/llava_7b.toml")
 #: In place of configs/models/llava_7b.toml.
 TINY = """
@@ -53,7 +53,8 @@ FEW = ["--train.steps", "3", "--train.global_batch", "4", "--schedule.warmup_ste
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    section = PAGE.read_text().partition("\n## LLaVA")[2]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 
 def write_vicuna(folder: Path) -> None:
@@ -127,17 +128,18 @@ def test_F130_every_command_of_the_page_runs(
     image = transformers.AutoTokenizer.from_pretrained("data/vicuna-image")("<image>").input_ids[-1]
     (place / "configs/models/llava_7b.toml").write_text(TINY.replace("IMAGE", str(image)))
     assert image == 3 + 256, "the first id behind those of Vicuna, as the page says"
-    commands = "".join(blocks("bash")).splitlines()
+    shown = re.findall(r"^\$ (.*)$", "".join(blocks("console")), re.MULTILINE)
+    commands = [*"".join(blocks("bash")).splitlines(), *shown]
     assert len(commands) == 6
     for command in commands:
-        words = shlex.split(command)
-        assert words[:3] == ["hatch", "run", "forge-train"]
+        program, *words = shlex.split(command.partition(" | ")[0])
+        assert program == "forge-train"
         tiny = {"run": FEW, "plan": ["--data.seq_len", "384"]}
-        done = forge_train(*words[3:], *tiny.get(words[3], []), cwd=place)
+        done = forge_train(*words, *tiny.get(words[0], []), cwd=place)
         assert done.code == 0, (command, done.err)
-        if words[3] == "run" and "--init.encoder" in words:
+        if words[0] == "run" and "--init.encoder" in words:
             assert "encoder of data/clip-vit-large-patch14-336: " in done.out
-        if words[3] == "export":
+        if words[0] == "export":
             assert re.search("tokens, .*image.*, fp32", done.out)
     stages = [saved_tensors(place / "runs" / name) for name in ("llava_7b_stage_1", "llava_7b")]
     base = saved_tensors(place / "runs/vicuna")

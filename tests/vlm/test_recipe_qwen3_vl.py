@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,18 +22,23 @@ from forge_vlm.answers import answer_all
 transformers = pytest.importorskip("transformers")
 Image = pytest.importorskip("PIL.Image")
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/recipe-qwen3-vl.md"
+PAGE = ROOT / "docs/vision-recipes.md"
 JOB = "apps/train/configs/qwen3_vl.toml"
 SHORT = ["--data.seq_len", "512"]
-FEW = {
-    "run": [*SHORT, "--schedule.warmup_steps", "0", "--train.global_batch", "2"],
-    "plan": SHORT,
-}
+FEW = [*SHORT, "--schedule.warmup_steps", "0", "--train.global_batch", "2"]
+#: Commands that the text of the page names, next to those of its blocks.
+MORE = """\
+forge-train generate Qwen3-VL-2B-Instruct --image receipts/0.png --prompt color? --temperature 0 --max_new_tokens 4
+forge-train generate runs/qwen3_vl --prompts receipts/questions.jsonl --temperature 0 --max_new_tokens 4
+forge-train plan apps/train/configs/qwen3_vl.toml --gpus 8 --data.seq_len 512
+forge-vlm prepare apps/train/configs/qwen3_vl.toml --output receipts/prepared
+"""
 CAPS = (65536, 70000)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    section = PAGE.read_text().partition("\n## LLaVA")[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which all commands of the page have run."""
     folder = tmp_path_factory.mktemp("recipe")
     save(folder / "Qwen3-VL-2B-Instruct", patch=16)
-    write_talks(folder / "receipts/talks.jsonl", caps=CAPS)
     write_talks(folder / "receipts/questions.jsonl", 3, answer=False, caps=CAPS)
     (folder / JOB).parent.mkdir(parents=True)
     shutil.copy(ROOT / JOB, folder / JOB)
@@ -52,34 +55,37 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_every_command_of_the_page_runs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)  # for the lines of Python
-    commands = "".join(blocks("bash")).splitlines()
+    peft = pytest.importorskip("peft")
+    (code,) = blocks("python")
+    exec(code.replace("mkdir()", "mkdir(exist_ok=True)"), {})
+    shown = "".join(blocks("console")).replace("$ ", "")
+    make, *commands = ("".join(blocks("bash")) + shown + MORE).splitlines()
+    assert make == "python -m examples.tiny_models qwen3_vl Qwen3-VL-2B-Instruct"
     assert len(commands) == 9
     for command in commands:
-        words = shlex.split(command)
-        assert words[:2] == ["hatch", "run"]
-        if words[2] == "forge-vlm":
-            command = [sys.executable, "-m", "forge_vlm", *words[3:]]
+        program, *words = shlex.split(command)
+        if program == "forge-vlm":
+            command = [sys.executable, "-m", "forge_vlm", *words]
             subprocess.run(command, cwd=place, check=True, timeout=120)
             continue
-        steps = ["--train.steps", "2"] if words[3] == "run" else []
-        done = forge_train(*words[3:], *FEW.get(words[3], []), *steps, cwd=place)
-        assert done.code == (78 if words[3] == "plan" else 0), done.err
-        if words[3] == "plan":
+        assert program == "forge-train"
+        done = forge_train(*words, cwd=place)
+        assert done.code == (78 if words[0] == "plan" else 0), done.err
+        if words[0] == "plan":
             assert "vision.transformers.model_type 'qwen3_vl_vision'" in done.err
-    (code,) = blocks("python")
-    found: dict[str, Any] = {}
-    pytest.importorskip("peft")
-    exec(code, found)
+    model, folder = transformers.Qwen3VLForConditionalGeneration, "runs/qwen3_vl_adapter"
+    merged = model.from_pretrained("runs/qwen3_vl_merged")
+    tuned = peft.PeftModel.from_pretrained(model.from_pretrained("Qwen3-VL-2B-Instruct"), folder)
     tokens = torch.arange(3, 20)[None]
     with torch.no_grad():
-        merged, tuned = (found[n].eval().float()(tokens).logits for n in ("merged", "tuned"))
-    assert (merged - tuned).abs().max() < 2e-2 * tuned.abs().max()  # merged in 16 bits
+        one, other = (m.eval().float()(tokens).logits for m in (merged, tuned))
+    assert (one - other).abs().max() < 2e-2 * other.abs().max()  # merged in 16 bits
     settings = json.loads((place / "runs/qwen3_vl_adapter/adapter_config.json").read_text())
     assert settings["r"] == 16
     assert {"model.visual.blocks.0.attn.qkv", "model.language_model.layers.2.mlp.up_proj"} <= set(
         settings["target_modules"]
     )
-    again = forge_train("run", JOB, *FEW["run"], "--train.steps", "3", cwd=place)
+    again = forge_train("run", JOB, *FEW, "--train.steps", "3", cwd=place)
     assert again.code == 0, again.err
     assert "resume" in (place / "runs/qwen3_vl/events.jsonl").read_text()
 
@@ -100,7 +106,7 @@ def test_a_job_without_a_model_has_that_of_the_import_it_begins_from(
     assert job.origin("model.dim") == "import runs/qwen3_vl_base/model.toml"
     other = load_job(ROOT / JOB, {**keys, "model.dim": 64, "model.vocab_size": 300})
     assert other.config.model.name == "transformer"
-    first = forge_train("run", ROOT / JOB, *FEW["run"], "--train.steps", "1")
+    first = forge_train("run", ROOT / JOB, *FEW, "--train.steps", "1")
     assert first.code == 0, first.err
     shutil.rmtree("runs/qwen3_vl_base")
     assert load_job(ROOT / JOB, keys).config.model == job.config.model

@@ -457,6 +457,7 @@ def test_the_error_of_a_second_writer_names_the_first(tmp_path):
                 reader.save(2, {"v": 2})
     with Store(tmp_path) as store:
         assert store.steps() == [1]
+    assert store.steps() == [1]  # a closed store still lists its folder
     with rejects("store", str(tmp_path), "closed"):
         store.load({"v": 0})
 

@@ -103,7 +103,7 @@ def test_F109_a_wrong_width_and_integers_are_rejected() -> None:
         with rejects("x", torch.int64, "dtype"):
             called(x.long())
     with rejects("x", (2, 3, 8), "dims"):
-        moe.router(torch.randn(2, 3, 8))
+        moe.router.route(torch.randn(2, 3, 8))
     with rejects("x", (8,), "shape"):
         moe(torch.randn(8))
 

@@ -196,4 +196,15 @@ def test_rules(settings: dict, key: str, value: object, code: str) -> None:
 
 def test_shapes_that_do_not_fit_are_rejected() -> None:
     with rejects("x", (2, 3, 8), "dims"):
-        router()(torch.randn(2, 3, 8))
+        router().route(torch.randn(2, 3, 8))
+
+
+@pytest.mark.parametrize("name", ["softmax_topk", "expert_choice"])
+def test_a_router_takes_sequences_as_the_layer_does(name: str) -> None:
+    chosen = router(name=name).eval()
+    x = torch.randn(2, 3, 8)
+    weights, ids = chosen(x)
+    by_rows = chosen.route(x.flatten(0, 1), rows=2)
+    assert weights.shape == ids.shape == (2, 3, weights.shape[-1])
+    assert torch.equal(weights.flatten(0, 1), by_rows.weights)
+    assert torch.equal(ids.flatten(0, 1), by_rows.ids)

@@ -7,6 +7,7 @@ import struct
 from fractions import Fraction
 
 import pytest
+import torch
 
 from forge_testing.problems import rejects
 
@@ -16,7 +17,7 @@ np = pytest.importorskip("numpy")
 av = pytest.importorskip("av")
 Image = pytest.importorskip("PIL.Image")
 
-from forge_vlm.data import InvalidSample, VisionChatSource  # noqa: E402
+from forge_vlm.data import InvalidSample, Prompts, VisionChatSource  # noqa: E402
 from forge_vlm.data.records import EncodedImage  # noqa: E402
 from forge_vlm.data.video import Clip, VideoConfig, at_rate, best, score_of, spread  # noqa: E402
 
@@ -222,6 +223,12 @@ def test_a_video_is_its_frames_after_their_times(format, tmp_path):
     assert good
     middles = [float(m["images"][0, :, 4, 4].float().mean()) for m in media]
     assert [round(value / 8) * 8 for value in middles] == [8, 40, 72]
+    prompts = Prompts(video=video, **OPTIONS)  # the same question, asked
+    (prompt,) = prompts.read(record_of(format, tmp_path), format)
+    assert prompt.tokens.tolist() == sample.tokens[: len(prompt.tokens)].tolist()
+    assert prompt.answer == "up"
+    asked = prompts.media([prompt])["images"]
+    assert torch.equal(asked, torch.cat([m["images"] for m in media]))
     plain = VisionChatSource(
         record_of(format, tmp_path), format=format, video={**video, "timestamps": False}, **OPTIONS
     )

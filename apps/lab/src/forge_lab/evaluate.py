@@ -67,7 +67,7 @@ class EvalFlags:
     config: Path | None = None
     """a TOML file with only [eval] and [data.validation], in place of the run's sets and questions"""
     step: int | None = None
-    """step of the checkpoint (default: the newest good one)"""
+    """step of the checkpoint; without it the newest good one"""
     batch_size: int = 8
     """sequences that a data rank computes at once"""
     device: str = "auto"
@@ -76,7 +76,7 @@ class EvalFlags:
     """print one JSON object instead of a table"""
     parallel: Axes = field(default_factory=Axes)
     nproc: int | None = None
-    """processes on this machine that divide the work (default: one, or those of a launcher)"""
+    """processes on this machine that divide the work; without it one, or those of a launcher"""
 
     def check(self, nproc: int) -> None:
         """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""

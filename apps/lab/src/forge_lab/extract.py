@@ -50,7 +50,7 @@ class ExtractFlags:
     set_name: Annotated[str, tyro.conf.arg(name="set")] = "validation"
     """'validation', or a name of [eval.sets]"""
     step: int | None = None
-    """step of the checkpoint (default: the newest good one)"""
+    """step of the checkpoint; without it the newest good one"""
     dtype: str = "fp32"
     """of the file: 'fp32' or 'fp16'"""
     shard_mib: int = 256
@@ -59,7 +59,7 @@ class ExtractFlags:
     """'auto', 'cpu' or 'cuda'"""
     parallel: Axes = field(default_factory=Axes)
     nproc: int | None = None
-    """processes on this machine that divide the work (default: one, or those of a launcher)"""
+    """processes on this machine that divide the work; without it one, or those of a launcher"""
 
     def check(self, nproc: int) -> None:
         """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""

@@ -64,7 +64,7 @@ def stream_text(
             prompt and text for each; or .jsonl of conversations with images (messages, or LLaVA's conversations),
             whose last answer is generated again
         batch_size: prompts of the file that are continued at once
-        max_new_tokens: tokens to write (default: 400, or as many as the model has room for)
+        max_new_tokens: tokens to write; without it 400, or as many as the model has room for
         temperature: 0: the most likely token each time
         top_k: sample from the k most likely tokens
         top_p: sample from the likeliest tokens of this total probability

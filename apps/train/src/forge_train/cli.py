@@ -105,7 +105,7 @@ class ProcessFlags:
     """The flag that `take_nproc` reads, for the help of a verb."""
 
     nproc: int | None = None
-    """processes on this machine (default: one, or those of a launcher)"""
+    """processes on this machine; without it one, or those of a launcher"""
 
 
 def run(args: list[str]) -> int:
@@ -297,7 +297,7 @@ class DoctorFlags:
     init: bool = False
     """write the site file from what Slurm says of this cluster"""
     site: str | None = None
-    """site file, or its name in ~/.config/forge (default: FORGE_SITE, site)"""
+    """site file, or its name in ~/.config/forge; without it FORGE_SITE, site"""
 
 
 def doctor(args: list[str]) -> int:
@@ -314,7 +314,7 @@ def import_(args: list[str]) -> int:
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table."""
     from forge_train.hf.importing import import_folder
 
-    return call_verb(import_folder, args, "import")
+    return call_verb(import_folder, [a for a in args if a != "--check"], "import")  # the default
 
 
 def export(args: list[str]) -> int:

@@ -100,9 +100,9 @@ def call_verb(
 
 def parse_arguments(kind: Any, args: list[str], verb: str, description: str | None) -> Any:
     """The arguments of a verb as a dataclass `kind`, or what a function makes of them."""
-    prog = f"forge-train {verb}"
+    of: dict[str, Any] = {"prog": f"forge-train {verb}", "description": description, "args": args}
     with flag_errors(), PATHS:
-        return tyro.cli(kind, prog=prog, description=description, args=args, use_underscores=True)
+        return tyro.cli(kind, use_underscores=True, config=(tyro.conf.FlagCreatePairsOff,), **of)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ class PlanFlags:
     gpu: str = "h200"
     """their kind: h200, h100, gh200, a100, b200, gb200"""
     nodes: int | None = None
-    """nodes that they are in (default: 8 GPUs each)"""
+    """nodes that they are in; without it 8 GPUs each"""
     json: bool = False
     """print one JSON object"""
 

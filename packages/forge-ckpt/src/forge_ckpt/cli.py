@@ -66,6 +66,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             "Exit codes: 0, 1 they differ (diff), 66 corrupt, 78 wrong usage.",
             args=arguments,
             use_underscores=True,
+            config=(tyro.conf.FlagCreatePairsOff,),
         )
     return code
 

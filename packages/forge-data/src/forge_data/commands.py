@@ -162,6 +162,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         description="Text to token files, and a look at them.",
         args=arguments,
         use_underscores=True,
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
 
 

@@ -97,9 +97,10 @@ class Router(FromConfig, nn.Module):
                 nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(weights (T, K) fp32, ids (T, K) int64) of tokens x (T, D)."""
-        routed = self.route(x)
-        return routed.weights, routed.ids
+        """(weights (..., K) fp32, ids (..., K) int64) of tokens x (..., D); x (B, S, D) are B sequences."""
+        routed = self.route(x.reshape(-1, x.shape[-1]), rows=len(x) if x.dim() == 3 else None)
+        shape = (*x.shape[:-1], routed.ids.shape[-1])
+        return routed.weights.reshape(shape), routed.ids.reshape(shape)
 
     def route(
         self, x: Tensor, valid: Tensor | None = None, rows: int | None = None
@@ -111,7 +112,7 @@ class Router(FromConfig, nn.Module):
         such a rule without rows.
         """
         if x.dim() != 2:
-            rule, fix = f"must be (T, {self.config.dim})", "flatten it to one row per token"
+            rule, fix = f"must be (T, {self.config.dim})", "flatten it, or call the router"
             raise invalid("x", "dims", tuple(x.shape), rule, fix)
         check_tokens(x, self.config.dim)
         if self.rule.causal or self.training:

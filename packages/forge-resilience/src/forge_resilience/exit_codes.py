@@ -77,7 +77,7 @@ def may_restart(history: History) -> NoRestart | None:
 
     The supervisor and the orchestrator ask this function, each with its own counter. The batch script asks in bash: when
     an attempt has ended, whether the job was cancelled and then in this order; at its own start, restarts before
-    progress. docs/restarts.md of the repository says which counter applies to which end.
+    progress. docs/life-of-a-stop.md of the repository says which counter applies to which end.
     """
     if not history.may_help:
         return NoRestart.EXCLUDED

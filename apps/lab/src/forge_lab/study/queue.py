@@ -261,7 +261,7 @@ class RunQueue:
         try:
             append_line(self.folder / "lives.jsonl", attempt)
         except OSError as error:
-            print(f"forge-train: lives.jsonl lacks this attempt of {run.name}: {error}", file=sys.stderr)  # fmt: skip
+            print(f"forge-train: the cost of {run.name} lacks this attempt: {error}", file=sys.stderr)  # fmt: skip
         if code == ExitCode.REQUEUE:
             self.stopped = True  # the run got its signal from elsewhere
         elif code or not run.is_done():

@@ -35,7 +35,7 @@ def run_sweep(
         slurm: write batch scripts with an element for each run, and train nothing
         submit: with --slurm: submit them
         site: with --slurm: site file, or its name in ~/.config/forge
-        report: page to write, .md, with a .json and .svg next to it (default: in study.dir)
+        report: page to write, .md, with a .json and .svg next to it; without it in study.dir
     """
     problems = list(flag_problems(jobs, slurm, submit, site, dry_run))
     if gpu is not None and not dry_run:

@@ -49,18 +49,18 @@ def replay(
     Args:
         run_dir: folder of a run, finished or not
         step: the step to train again, counted from 1
-        nproc: processes on this machine (default: as many as the run had)
+        nproc: processes on this machine; without it as many as the run had
         anomaly: torch's anomaly mode in that step: names the operation that made nan
         debugger: stop in pdb before that step (one process)
         hook: module:attr, called with the Trainer before that step; a context manager that it returns is exited
             after it
         callbacks: with the job's own callbacks, which may act outside of the replay
         set: KEY=VALUE, the spelling of --KEY VALUE before 0.2.0
-        output: new folder for files of the trainer (default: a temporary one); under a launcher it is needed, and
+        output: new folder for files of the trainer; without it a temporary one; under a launcher it is needed, and
             all ranks must see it
         record: write weights, outputs and gradients of the steps here, for bisect
-        from_step: with --record: all steps after this one (default: after the newest checkpoint before
-            --step)
+        from_step: with --record: all steps after this one; without it after the newest checkpoint before
+            --step
         json: print one JSON object
     """
     from forge_lab.study.private_job import find_start, parse_settings, read_journal
@@ -134,7 +134,7 @@ def bisect(
     Args:
         run_a: folder of a run, or a record
         run_b: the other one
-        tolerance: relative bound (default: 0, the same bits; 1e-3 for replays in two layouts)
+        tolerance: relative bound; without it 0, the same bits; 1e-3 for replays in two layouts
         logged_only: compare only rows and checkpoints, without replays
         callbacks: replay with the jobs' own callbacks, which may act outside
         json: print one JSON object

@@ -42,7 +42,7 @@ class SlurmFlags:
     dry_run: bool = False
     """show the script and write nothing; the data need not be there"""
     site: str | None = None
-    """site file, or its name in ~/.config/forge (default: FORGE_SITE, site)"""
+    """site file, or its name in ~/.config/forge; without it FORGE_SITE, site"""
 
     @property
     def nodes(self) -> list[int]:

@@ -1,4 +1,9 @@
-"""Conversations with images as rows of tokens, labels and pixels."""
+"""Conversations with images as rows of tokens, labels and pixels. Needs the extra `data`."""
+
+try:
+    import numpy as _numpy  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("numpy: pip install 'forge-vlm[data]'", name="numpy") from error
 
 from forge_vlm._renamed import renamed
 from forge_vlm.data.drawn import DrawnSquares

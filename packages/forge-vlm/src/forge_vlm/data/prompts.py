@@ -20,12 +20,13 @@ from forge_vlm._shared.problems import ProblemError, raise_problems
 from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.files import InvalidSample, invalid
 from forge_vlm.data.formats import open_records
-from forge_vlm.data.options import problems
+from forge_vlm.data.options import problems, video_of_options
 from forge_vlm.data.prepared import is_prepared, prepared_options
 from forge_vlm.data.records import DOCUMENT, EncodedImage, Message, Record
 from forge_vlm.data.sample import SampleEncoder, sample_of
 from forge_vlm.data.source import options_of
 from forge_vlm.data.templates import JINJA, ChatSegment
+from forge_vlm.data.video import expanded
 from forge_vlm.resolution import Layout
 
 __all__ = ["Prompt", "Prompts"]
@@ -64,6 +65,7 @@ class Prompts:
         reader = SampleEncoder(given)
         self.tokens, self.template, self.pictures = reader.tokens, reader.template, reader.pictures
         self.options, self.identity = given, reader.identity
+        self._video = video_of_options(given["video"] or {})
         self.end_ids: tuple[int, ...] = (self.tokens.eos_id,)
         self._keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
 
@@ -105,7 +107,8 @@ class Prompts:
         return [self(records[number]) for number in range(count)]
 
     def __call__(self, record: Record) -> Prompt:
-        """The prompt of a conversation. Reads the headers of its images."""
+        """The prompt of a conversation. Reads the headers of its images, and the frames of its videos."""
+        record, _ = expanded(record, self._video, keep=False)
         asked, last = record.messages, record.messages[-1]
         if record.branches:
             rule, value = "must be 0 in a question", len(record.branches)
@@ -145,11 +148,8 @@ class Prompts:
         parts = [self.pictures.nothing()]
         for prompt in prompts:
             for picture, layout in zip(prompt.pictures, prompt.layouts):
-                parts.append(
-                    self.pictures.media(
-                        self.pictures.read(picture), layout, picture.name, picture.caps
-                    )
-                )
+                read = self.pictures.read(picture)
+                parts.append(self.pictures.media(read, layout, picture.name, picture.caps))
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def text(self, ids: Sequence[int]) -> str:
