@@ -24,8 +24,8 @@ PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if not {"runs"
          and not any(part.startswith((".venv", ".hatch", ".ci")) for part in p.parts)]  # fmt: skip
 #: What their pages name was so when they were written.
 OF_THEIR_TIME = [p for p in PAGES if p.name in ("CHANGELOG.md", "log.md")]
-#: Files of a run whose names look like keys, and a module.
-FILES = {"metrics.jsonl", "model.toml", "sample.txt", "train.jsonl", "resilience.health"}
+#: Ends of names of files that look like keys, and a module.
+FILES = (".jsonl", ".json", ".toml", ".txt", "resilience.health")
 
 
 def relative(page: Path) -> str:
@@ -143,7 +143,8 @@ def test_commands_and_keys_of_a_page_exist(page: Path) -> None:
 
     tables = {".".join(key.split(".")[:n]) for key in keys for n in (1, 2, 3, 4)}
     sections = {key.split(".")[0] for key in keys}
-    spans = set(re.findall(r"`\[?([a-z]+(?:\.[a-z_0-9]+)+)\]?(?: = [^`]*)?`", text)) - FILES
+    spans = set(re.findall(r"`\[?([a-z]+(?:\.[a-z_0-9]+)+)\]?(?: = [^`]*)?`", text))
+    spans = {key for key in spans if not key.endswith(FILES)}
     assert {named(key) for key in spans if key.split(".")[0] in sections} <= keys | tables
 
 
@@ -162,8 +163,8 @@ def test_a_name_that_does_not_exist_is_found(command: str) -> None:
 
 def named(key: str) -> str:
     """A key with `<name>` for a name that the user chose."""
-    tables = r"callbacks|model\.modalities|data\.(?:phases|sources)|eval\.(?:choices|sets)|metrics\.sinks|optimizer\.groups|train\.stages"
-    return re.sub(rf"^({tables})\.\w+", r"\1.<name>", key)
+    tables = {row.key.partition(".<name>")[0] for row in key_rows() if "<name>" in row.key}
+    return re.sub(rf"^({'|'.join(map(re.escape, tables))})\.\w+", r"\1.<name>", key)
 
 
 def test_the_page_of_variables_has_all_of_ours() -> None:
