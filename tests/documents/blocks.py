@@ -37,6 +37,7 @@ PAGES = (
     "docs/first-ten-minutes.md",
     "docs/faq.md",
     "docs/slurm.md",
+    "configs/README.md",
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/internals/*.md")),
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("packages/*/README.md")),
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("apps/*/README.md")),

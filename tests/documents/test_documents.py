@@ -82,7 +82,8 @@ def test_verbs_and_flags_exist(page: Path) -> None:
     flags = {f"--{row.key}" for row in key_rows()}
     text = page.read_text()
     verbs = set(re.findall(r"\bforge-train ([a-z]+)\b", code_of(text)))
-    assert verbs <= {*VERBS, *OF_LAB, "ckpt", "data"}
+    example = tomllib.loads((ROOT / "examples/example_lab/pyproject.toml").read_text())["project"]
+    assert verbs <= {*VERBS, *OF_LAB, "ckpt", "data", *example["entry-points"]["forge.commands"]}
     for flag in set(re.findall(r"--[a-z]+\.[a-z_.]+[a-z]", text)) - {"--section.key"}:
         pattern = re.sub(r"^--data\.sources\.\w+\.", "--data.sources.<name>.", flag)
         assert pattern in flags, flag
