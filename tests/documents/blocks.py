@@ -49,6 +49,7 @@ PAGES = (
     "docs/several-ranks.md",
     "docs/faq.md",
     "docs/slurm.md",
+    "configs/README.md",
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/internals/*.md")),
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("packages/*/README.md")),
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("apps/*/README.md")),

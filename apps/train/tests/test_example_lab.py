@@ -1,22 +1,24 @@
-"""A distribution of somebody else adds parts of eight kinds: installed, not patched in."""
+"""examples/example_lab, a distribution of another author, adds parts of nine kinds: installed, not patched in."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
 from forge_testing import write_job
-from forge_testing.vlm_jobs import SETTINGS
 from forge_train import read_run
 
 pytestmark = pytest.mark.lane("test")
 
-LAB = Path(__file__).parent / "example_lab"
+LAB = Path(__file__).parents[3] / "examples/example_lab"
 PARTS = """
 [model.mixer_options]
 half_life = 3.0
@@ -32,15 +34,25 @@ options = {momentum = 0.8}
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the distribution, as pip lays it out; its sources are copied, as building writes to them."""
-    source, target = (tmp_path_factory.mktemp(name) for name in ("source", "site"))
+    """A folder with its wheel, as pip lays it out; the sources are copied, as building writes to them."""
+    source, wheels, site = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "site"))
     shutil.copytree(LAB, source, dirs_exist_ok=True)
-    offline = ["--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "-q", "install", *offline, "--target", target, source]
+    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", wheels, source)
+    (wheel,) = wheels.iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        names = {n for n in archive.namelist() if "dist-info" not in n}
+    assert names == {f"example_lab/{file.name}" for file in LAB.glob("src/example_lab/*.py")}
+
+    pip("install", "--dry-run", "--no-index", wheel)  # with its dependencies, as installed here
+    pip("install", "--no-deps", "--no-index", "--target", site, wheel)
+    assert list(site.glob("example_lab-1.0.dist-info/entry_points.txt"))
+    return site
+
+
+def pip(*args: object) -> None:
+    command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert list(target.glob("example_lab-1.0.dist-info/entry_points.txt"))
-    return target
 
 
 def job_with_parts(folder: Path) -> Path:
@@ -51,56 +63,60 @@ def job_with_parts(folder: Path) -> Path:
 
 
 def job_with_family(folder: Path) -> Path:
-    """Their model, data, objective, callback and sink."""
-    (folder / "job.toml").write_text(f"""
-[run]
-dir = "{folder / "run"}"
-[model]
-name = "neighbours"
-args = {{dim = 16}}
-[data]
-seq_len = 24
-[data.sources.sums]
-name = "sums"
-options = {{largest = 5}}
-[train]
-steps = 4
-global_batch = 6
-objective = "smoothed"
-objective_options = {{smoothing = 0.2}}
-{SETTINGS}
-[metrics.sinks.columns]
-name = "csv"
-options = {{columns = "loss lr"}}
-[callbacks.losses]
-name = "losses"
-every_steps = 2
-options = {{file = "kept.txt"}}
-""")
-    return folder / "job.toml"
+    """Their job: model, data, objective, callback and sink; with the optimizer and schedule of Forge."""
+    job = folder / "job.toml"
+    lines = (LAB / "job.toml").read_text().replace("runs/example_lab", str(folder / "run"))
+    for old, new in (("steps = 40", "steps = 4"), ('name = "sign"\n', ""), ("options = {momentum = 0.8}", "eps = 1e-4"),
+                     ('"halving"\noptions = {every = 20, floor = 0.1}', '"constant"'), ("every_steps = 2", 'every_steps = 2\noptions = {file = "kept.txt"}'),
+                     ("[metrics.sinks", '[metrics]\nevery_steps = 1\nconsole = "off"\n[metrics.sinks')):  # fmt: skip
+        assert old in lines, old
+        lines = lines.replace(old, new)
+    job.write_text(lines)
+    return job
+
+
+def path_with(site: Path | None) -> str:
+    return os.pathsep.join(p for p in (str(site or ""), os.environ.get("PYTHONPATH", "")) if p)
 
 
 def train(job: Path, site: Path | None, *flags: object) -> subprocess.CompletedProcess[str]:
     """`forge-train run` in a fresh interpreter, with what is installed in `site`."""
-    path = os.pathsep.join(p for p in (str(site or ""), os.environ.get("PYTHONPATH", "")) if p)
     every = ("--checkpoint.every_steps", "2", "--eval.every_steps", "2")
     command = [sys.executable, "-m", "forge_train", "run", job, *every, *flags]
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path_with(site)}
     return subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, env=environment
     )
 
 
 def test_each_part_is_one_short_file(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = {p.name: len(p.read_text().splitlines()) for p in sorted(LAB.glob("*/*.py"))}
+    files = sorted(LAB.glob("src/example_lab/*.py"))
+    lines = {p.name: len(p.read_text().splitlines()) for p in files}
     lines["pyproject.toml"] = len((LAB / "pyproject.toml").read_text().splitlines())
     with capsys.disabled():
         print("\n" + "\n".join(f"  {name:16} {count:3} lines" for name, count in lines.items()))
-    kinds = ("model", "mixer", "source", "objective", "schedule", "optimizer", "sink", "callback")
-    assert {f"{kind}.py" for kind in kinds} <= lines.keys()
+    groups = tomllib.loads((LAB / "pyproject.toml").read_text())["project"]["entry-points"]
+    named = {
+        f"{path.partition(':')[0].split('.')[1]}.py" for g in groups.values() for path in g.values()
+    }
+    assert named | {"__init__.py", "pyproject.toml"} == lines.keys()
     assert max(lines.values()) < 60
-    hooks = LAB / "example_lab/callback.py"  # derives from ours
-    assert not [p for p in LAB.glob("*/*.py") if "forge" in p.read_text() and p != hooks]
+    ours = {p.name for p in files if re.search("(from|import) forge", p.read_text())}
+    assert ours == {"callback.py", "verb.py"}
+
+
+@pytest.mark.slow
+@pytest.mark.lane("ci")
+def test_their_own_tests_pass(installed: Path, tmp_path: Path) -> None:
+    shutil.copytree(LAB, tmp_path / "lab", ignore=shutil.ignore_patterns("src"))
+    environ = {**os.environ, "PYTHONPATH": path_with(installed)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(
+        command, cwd=tmp_path / "lab", env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
 
 
 @pytest.mark.slow
@@ -151,7 +167,7 @@ def test_a_family_a_source_an_objective_a_callback_and_a_sink_train_and_resume(
 def test_wrong_names_and_options_of_these_are_rejected(installed: Path, tmp_path: Path) -> None:
     job, right = job_with_family(tmp_path), job_with_family(tmp_path).read_text()
     for before, after, *words in (
-        ("dim = 16", "width = 16", "neighbours(vocab_size=..., **args)"),
+        ("dim = 16", "width = 16", "neighbors(vocab_size=..., **args)"),
         ("largest = 5", "biggest = 5", "sums(config, **options)"),
         ("largest = 5", "largest = 50", "options.largest 50 "),
         ("smoothing = 0.2", "smooth = 0.2", "objective_options.smooth 0.2 ", "'smoothed'"),
@@ -160,7 +176,7 @@ def test_wrong_names_and_options_of_these_are_rejected(installed: Path, tmp_path
         ("file =", "fil =", "callbacks.losses.options.fil 'kept.txt' ", "'file'"),
         ('"csv"', '"cvs"', "metrics.sinks.columns.name 'cvs' ", "forge.sinks", "csv, mlflow,"),
         ("columns = ", "column = ", "metrics.sinks.columns.options", "'columns'", "'csv'"),
-        ('"neighbours"', '"neighbors"', "model.name 'neighbors'", "forge.models"),
+        ('"neighbors"', '"nighbors"', "model.name 'nighbors'", "forge.models"),
     ):
         job.write_text(right.replace(before, after))
         done = train(job, installed)

@@ -23,7 +23,7 @@ class Layer(nn.Module):
         return x + mixed
 
 
-class Neighbours(nn.Module):
+class Neighbors(nn.Module):
     def __init__(self, vocab_size: int, dim: int, num_layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, dim)
@@ -43,5 +43,5 @@ class Neighbours(nn.Module):
         return 2.0 * sum(p.numel() for n, p in self.named_parameters() if "embedding" not in n)
 
 
-def neighbours(vocab_size: int, dim: int = 32, num_layers: int = 2) -> Neighbours:
-    return Neighbours(vocab_size, dim, num_layers)
+def neighbors(vocab_size: int, dim: int = 32, num_layers: int = 2) -> Neighbors:
+    return Neighbors(vocab_size, dim, num_layers)

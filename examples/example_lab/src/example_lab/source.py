@@ -1,4 +1,4 @@
-"""Sums of two digits, made as they are asked for; only the answer is to be learnt."""
+"""Sums of two digits, made on demand; only the answer is trained."""
 
 from typing import Any
 

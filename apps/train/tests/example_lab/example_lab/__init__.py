@@ -1,1 +1,0 @@
-"""Parts that somebody adds to a training without touching it."""

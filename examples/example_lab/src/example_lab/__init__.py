@@ -1,0 +1,1 @@
+"""Parts that a training uses without any change to Forge."""
