@@ -28,7 +28,8 @@ from forge_resilience import ExitCode
 from forge_train import ResolvedJob, RunDirectory
 from forge_train.errors import ConfigError, DataError, JobError, refuse, write_errors
 
-T, Checked = TypeVar("T"), TypeVar("Checked")
+T = TypeVar("T")
+Checked = TypeVar("Checked")
 
 
 @dataclass(frozen=True, kw_only=True)
