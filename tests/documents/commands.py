@@ -115,6 +115,9 @@ def _missing_of_train(words: list[str]) -> list[str]:
         return missing_names([f"forge-{verb}", *rest])
     if not re.fullmatch("[a-z]+", verb):  # VERB, an option, or a sentence on the program
         return []
+    example = tomllib.loads((ROOT / "examples/example_lab/pyproject.toml").read_text())["project"]
+    if verb in example["entry-points"]["forge.commands"]:
+        return []
     if verb not in (*VERBS, *OF_LAB):
         return [f"forge-train {verb}"]
     flags = [word for word in rest if "." not in word.partition("=")[0]]  # the others are keys
