@@ -49,7 +49,15 @@ def same(a, b):
 
 @pytest.mark.parametrize("limit", [10**9, 700])
 def test_round_trip_in_one_file_and_in_shards(tmp_path, limit):
-    save_hf(tmp_path / "out", ROWS, state(), max_shard_bytes=limit, files={"config.json": b"{}"})
+    seen: list[tuple[int, int]] = []
+    save_hf(
+        tmp_path / "out", ROWS, state(), max_shard_bytes=limit, files={"config.json": b"{}"},
+        progress=lambda *now: seen.append(now),
+    )  # fmt: skip
+    total = sum(tensor.nbytes for tensor in state().values())
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)
+    assert len(seen) >= len(state())
     assert same(load_hf(tmp_path / "out", ROWS), state())
     names = sorted(os.listdir(tmp_path / "out"))
     if limit == 10**9:

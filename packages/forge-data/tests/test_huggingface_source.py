@@ -11,6 +11,7 @@ import pytest
 
 from forge_data import InvalidData, TokenFiles, open_header, open_source
 from forge_data.config import SourceConfig
+from forge_data.io import datasets_library
 from forge_data.kinds import HuggingFaceConfig
 from forge_data.prepare import prepare
 from forge_testing.problems import rejects
@@ -353,3 +354,37 @@ def test_F171_another_column_of_the_same_set_is_not_taken_from_the_cache_of_the_
         assert bytes(source.read(0, 1).tolist()).decode() == wanted
     columns = datasets.load_dataset(str(tmp_path / "in"), split="train").column_names
     assert columns == ["text", "body"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_set_of_the_hub_is_announced_before_it_is_fetched(
+    tmp_path, datasets, monkeypatch, capsys, streaming
+):
+    """Once, by the first process of a machine; never for a folder, and never where the hub is not asked."""
+    lines = []
+
+    def fetch(name, *_, **__):
+        lines.append(capsys.readouterr().err)
+        raise FileNotFoundError(name)
+
+    def lines_of(path):
+        lines.clear()
+        with pytest.raises(InvalidData):
+            source_of(path, streaming=streaming)
+        return "".join(lines).splitlines()
+
+    datasets_library._announce.cache_clear()
+    monkeypatch.setattr(datasets, "load_dataset_builder", fetch)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert lines_of("ada/texts") == []
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    (line,) = lines_of("ada/texts")
+    for word in ("'ada/texts'", datasets.config.HF_ENDPOINT, "HF_HUB_OFFLINE=1"):
+        assert word in line
+    assert (str(tmp_path / "hf") in line) is not streaming  # the cache
+    assert lines_of("ada/texts") == []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert lines_of("ada/others") == []
+    monkeypatch.delenv("LOCAL_RANK")
+    (tmp_path / "folder").mkdir()
+    assert lines_of(tmp_path / "folder") == []

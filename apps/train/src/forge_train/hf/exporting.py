@@ -29,6 +29,7 @@ from forge_data.tokenizer_files import (
     gives_same_ids,
     tokenizer_in,
 )
+from forge_train._shared.bars import progress_bar
 from forge_train._shared.problems import invalid
 from forge_train._shared.toml_files import read_toml
 from forge_train.build.hf_models import SIDECAR, configs_of, family_of, modules_of
@@ -149,7 +150,8 @@ def export_run(
                 lines.append(f"left out, as transformers has no place for it: mtp ({depth})")
 
         options["files"][SIDECAR] = as_json(about)
-        save_hf(out, dtype=_DTYPES[dtype], **options)
+        show = opened.enter_context(progress_bar("export"))
+        save_hf(out, dtype=_DTYPES[dtype], progress=show, **options)
 
     print(*lines, *([note] if note else []), sep="\n")
     if check:

@@ -12,6 +12,7 @@ from tyro.conf import Positional, arg
 
 from forge_ckpt.hf import BOUND, compare_logits, notes_of, store_hf, why_not_compared
 from forge_data import load_tokenizer
+from forge_train._shared.bars import progress_bar
 from forge_train._shared.problems import invalid
 from forge_train.build.build import build_model
 from forge_train.build.hf_models import HFModel, read_model
@@ -50,15 +51,18 @@ def import_folder(
     if paths.config.exists() or paths.has_checkpoints():
         rule, fix = "must be a new folder, and has a run already", "choose another run.dir"
         raise invalid("run.dir", "exists", str(run_dir), rule, fix, kind=ConfigError)
+
     kept = model.files()
     if check:
         reason = why_not_compared(source.meta.values())
         # without rows that are added
         print(f"not checked: {reason}" if reason else check_folder(hf_dir))
+
     paths.create(0)
     family = model.family.name
-    with store_errors(paths.checkpoints, JobError):
-        store_hf(paths.checkpoints, 0, source, about={IMPORTED: {"model_type": family}})
+    with store_errors(paths.checkpoints, JobError), progress_bar("import") as show:
+        about = {IMPORTED: {"model_type": family}}
+        store_hf(paths.checkpoints, 0, source, about=about, progress=show)
     with write_errors("run.dir", run_dir, "make room", JobError):
         model.write(paths.path, kept)
     print(f"imported {len(source.meta)} tensors of {family} into {paths.checkpoints} as step 0")

@@ -90,24 +90,30 @@ def store_hf(
     *,
     dtype: torch.dtype | None = torch.float32,
     about: Mapping[str, Any] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Commit the tensors of ``source`` below ``model`` as ``step`` of a store; returns its directory.
 
         store_hf("runs/a/checkpoints", 0, HFTensors("Qwen3-0.6B", QWEN3.rows))
 
-    ``dtype`` casts floating-point tensors (None: as in the files); ``about`` are further objects by name.
+    ``dtype`` casts floating-point tensors (None: as in the files); ``about`` are further objects by name. ``progress`` gets
+    the bytes of the files that were read, and those of all tensors.
     The model is never held: memory is one tensor, its cast, and the blocks of the writer. Raises StepExists
     if the store has the step or a newer one.
     """
 
     def boxes() -> Iterator[Box]:
-        for name in source.meta:
+        done = 0
+        for name, meta in source.meta.items():
             tensor = source.read(name)
+            done += meta.nbytes
+            progress(done, total)
             if dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(dtype)
             yield Box.whole(("model", name), tensor)
             del tensor  # or it would live while the next one is read
 
+    total = sum(meta.nbytes for meta in source.meta.values())
     found = {
         name: ObjectEntry((name,), codec.encode(value, name))
         for name, value in (about or {}).items()

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from forge_ckpt._shared.hf_tensors import HFTensors
 from forge_ckpt._shared.name_rows import Row
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt._shared.safetensors_folder import STEM
+from forge_ckpt._shared.safetensors_folder import STEM, matches
 from forge_ckpt.protocols import WholeTensors
 from forge_ckpt.read.tensors import SavedTensors
 
@@ -32,6 +32,7 @@ def save_hf(
     files: Mapping[str, bytes] | None = None,
     stem: str = STEM,
     extra: HFTensors | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write ``source`` through the rows ``maps`` as the safetensors of a new folder.
 
@@ -42,7 +43,7 @@ def save_hf(
     one at a time: memory is one of them and one of the parts that it is split into. ``dtype`` casts floating-point tensors but those whose
     name matches a pattern of ``keep``; those that match one of ``ignore`` are left out. A shard holds at most ``max_shard_bytes``, or one tensor; ``files``
     are written beside, ``stem`` begins the names of the safetensors, and ``extra`` has further tensors, which keep
-    their names. The bytes depend on the weights alone, not on the layout that saved them.
+    their names. ``progress`` gets the bytes of the source that were read, and those of all its tensors. The bytes depend on the weights alone, not on the layout that saved them.
 
     The folder appears whole, by one rename after everything is synced. Raises ValueError before anything is
     written for a folder that is not empty and for tensors that no row knows or that do not fit theirs.
@@ -52,9 +53,20 @@ def save_hf(
             meta, read = {**meta, **extra.meta}, _either(extra, read)
             maps = (*maps, *((name, name, ()) for name in extra.meta))
 
+        sizes = {name: tensor.nbytes for name, tensor in meta.items() if not matches(name, ignore)}
+        done, total = 0, sum(sizes.values())
+
+        def counted(name: str) -> Tensor:
+            nonlocal done
+            tensor = read(name)
+            # once, also where several tensors of the folder are made of it
+            done += sizes.pop(name, 0)
+            progress(done, total)
+            return tensor
+
         which: dict[str, Any] = {"dtype": dtype, "keep": keep, "ignore": ignore, "stem": stem}
-        where = user_path(path)
-        write_folder(where, maps, meta, read, **which, max_shard_bytes=max_shard_bytes, files=files)
+        where, limit = user_path(path), max_shard_bytes
+        write_folder(where, maps, meta, counted, **which, max_shard_bytes=limit, files=files)
 
 
 def _either(extra: HFTensors, read: Read) -> Read:

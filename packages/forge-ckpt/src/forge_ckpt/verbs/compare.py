@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from forge_ckpt import codec
+from forge_ckpt._shared.bars import progress_bar
 from forge_ckpt.read.memory import equal_bits
 from forge_ckpt.read.tensors import SavedTensors
 from forge_ckpt.verbs.look import (
@@ -15,7 +16,6 @@ from forge_ckpt.verbs.look import (
     print_columns,
     print_json,
     print_line,
-    progress,
 )
 
 _ELEMENTS_AT_ONCE = 2**20  # tensors are compared in float64, and a large one would not fit
@@ -52,7 +52,7 @@ def _compare(one: SavedTensors, two: SavedTensors) -> dict[str, Any]:
     shared = [name for name in a if name in b]
     total = sum(chunk.length for name in shared for chunk in a[name].chunks)
     differences, done = [], 0
-    with progress("compare") as bar:
+    with progress_bar("compare") as bar:
         for name in shared:
             differences += _difference(name, one, two)
             done += sum(chunk.length for chunk in a[name].chunks)

@@ -3,18 +3,16 @@
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from forge_ckpt import codec, directories, manifest
+from forge_ckpt._shared.bars import progress_bar
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.directories import refuse_foreign
 from forge_ckpt.errors import CorruptCheckpoint, one_line
@@ -60,18 +58,6 @@ def print_columns(rows: Sequence[tuple[str, ...]], right: set[int]) -> None:
             for i, (cell, width) in enumerate(zip(row, widths))
         ]
         print("  ".join(cells).rstrip())
-
-
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr if that is a terminal, gone at the end; called with bytes done and bytes in all."""
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def steps_of(directory: Path) -> list[int]:
@@ -201,7 +187,7 @@ def verified(path: Path, step: int) -> tuple[dict[str, Any], CorruptCheckpoint |
         with Directory(path) as opened:
             table = manifest.read(opened, step)
             size = sum(entry.size for entry in table.files.values())
-            with progress(f"step {step}") as bar:
+            with progress_bar(f"step {step}") as bar:
                 names = list(table.files)
                 verify_files(opened, table, names, 2, lambda done: bar(done, size))
     except CorruptCheckpoint as error:

@@ -11,6 +11,7 @@ import tyro
 from torch import Tensor
 
 from forge_ckpt import directories
+from forge_ckpt._shared.bars import progress_bar
 from forge_ckpt._shared.problems import Problem, Shown, invalid
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
 from forge_ckpt.dcp.convert import METADATA
@@ -27,7 +28,6 @@ from forge_ckpt.verbs.look import (
     chosen,
     print_json,
     print_line,
-    progress,
     steps_of,
     verified,
 )
@@ -190,7 +190,7 @@ def convert(
     if to == "dcp" and (step is not None or without or optimizer != "positions"):
         rule = "takes no --step, --without and --optimizer, which are for --to forge"
         raise invalid("to", "excludes", to, rule, "leave them out")
-    with progress("convert") as bar:
+    with progress_bar("convert") as bar:
         if to == "dcp":
             convert_to_dcp(source, out, bar)
             target = out
@@ -233,7 +233,7 @@ def _write(out: Path, table: Manifest, contents: list[Iterator[Box]], json: bool
         rule = "is not in the checkpoint"
         raise invalid("step", "missing", ..., rule, "save it through a Store")
     total = sum(chunk.length for entry in table.tensors.values() for chunk in entry.chunks)
-    with progress("write") as bar:
+    with progress_bar("write") as bar:
         target = write_checkpoint(
             out,
             table.step,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,6 +146,8 @@ def find_builder(name: str, config: SourceConfig) -> Any:
     from forge_data.io.json_text import Json, TextOfJson
 
     table = config.huggingface
+    if not Path(name).is_absolute() and not datasets.config.HF_HUB_OFFLINE:
+        _announce(name, table.streaming)
     builder = datasets.load_dataset_builder(name, table.config_name)
     if isinstance(builder, Json):
         # `features` also keep what is read here apart in the library's cache.
@@ -151,6 +155,18 @@ def find_builder(name: str, config: SourceConfig) -> Any:
         builder = datasets.load_dataset_builder(name, table.config_name, features=features)
         builder.__class__ = TextOfJson
     return builder
+
+
+@functools.cache
+def _announce(name: str, streams: bool) -> None:
+    """Print once, in the first process of a machine, that a set of the Hub is fetched: nothing else of a job is."""
+    from datasets import config
+
+    if int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0):
+        return
+    what = "streaming" if streams else f"downloading, where {config.HF_DATASETS_CACHE} lacks it:"
+    line = f"forge-data: {what} set {name!r} of {config.HF_ENDPOINT}; HF_HUB_OFFLINE=1 forbids it"
+    print(line, file=sys.stderr, flush=True)
 
 
 def root_name(path: Path) -> str:
