@@ -45,23 +45,14 @@ def arguments() -> argparse.Namespace:
 
 def train(args: argparse.Namespace, kind: str, width: int, lr: float, seed: int) -> float:
     """Mean loss of the last steps; infinite where it is not finite."""
-    from forge_core import (
-        OptimizerConfig,
-        ScheduleConfig,
-        Transformer,
-        TransformerConfig,
-        build_optimizer,
-        build_schedule,
-        cross_entropy,
-        initialize,
-    )
+    import forge_core
     from forge_core.model import MuPConfig
     from forge_data import Loader, SourceConfig, open_stream
 
     options: dict[str, Any] = {}
     if kind == "mup":
         options = {"parametrization": "mup", "mup": MuPConfig(args.widths[0])}
-    config = TransformerConfig(
+    config = forge_core.TransformerConfig(
         vocab_size=257,
         dim=width,
         num_layers=args.layers,
@@ -71,15 +62,17 @@ def train(args: argparse.Namespace, kind: str, width: int, lr: float, seed: int)
         init_std=args.init_std,
         **options,
     )
-    model = Transformer(config)
-    initialize(model, seed)
+    model = forge_core.Transformer(config)
+    forge_core.initialize(model, seed)
     loader = Loader(open_stream(SourceConfig("builtin"), args.seq, seed=seed), args.batch)
-    optimizer = build_optimizer(model, OptimizerConfig(lr=lr))
-    schedule = build_schedule(ScheduleConfig(warmup_steps=args.steps // 10), args.steps)
+    optimizer = forge_core.build_optimizer(model, forge_core.OptimizerConfig(lr=lr))
+    schedule = forge_core.build_schedule(
+        forge_core.ScheduleConfig(warmup_steps=args.steps // 10), args.steps
+    )
     losses = []
     for step in range(1, args.steps + 1):
         batch = next(loader)
-        loss = cross_entropy(model(batch.tokens), batch.labels).mean
+        loss = forge_core.cross_entropy(model(batch.tokens), batch.labels).mean
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.set_lr(lr * schedule(step))

@@ -26,14 +26,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify  # type: ignore[import-untyped]
-from write_api_pages import (
-    PACKAGES,
-    definition,
-    public_modules,
-    public_names,
-    tree,
-    undocumented,
-)
+from write_api_pages import PACKAGES, definition, public_modules, public_names, tree, undocumented
 from write_diagrams import DIAGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent

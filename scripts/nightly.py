@@ -26,14 +26,16 @@ STATE = FOLDER / "state.json"
 _LIMIT_SECONDS = 3600.0
 _GRACE_SECONDS = 30.0
 _TORCH = {"2.11": "2.11.0", "2.12": "2.12.1", "2.14": "2.14.1", "2.15": "2.15.0"}
+_TESTED = ("packages", "apps", "tests")
 _NULL_GPU = ("tests", "proofs", "matrix", "waits", "layouts", "memory")
 
 
 class Part(NamedTuple):
-    """A command, and what it covers."""
+    """A command, what it covers, and the folders that it tests."""
 
     command: list[str]
     covers: str
+    folders: tuple[str, ...] = _TESTED
 
 
 def parts() -> dict[str, Part]:
@@ -70,6 +72,9 @@ def parts() -> dict[str, Part]:
             "random jobs against an independent reference, another seed for other sources",
         ),
         "foreign": Part(["hatch", "run", "foreign:suite"], "other frameworks under the supervisor"),
+        "pages": Part(
+            [python, "-m", "tests.documents.blocks"], "every block of every page; needs Slurm", (".",)
+        ),
         "slurm-story": Part([python, "-m", "tests.slurm.story"], "a real Slurm that loses nodes"),
         "vlm-learning": Part([python, "-m", "tests.vlm.learn"], "what vision-language models learn"),
         "vlm-matched-loss": Part([python, "-m", "tests.vlm.matched_loss"], "fusions at equal loss"),
@@ -90,18 +95,9 @@ def parts() -> dict[str, Part]:
     return found
 
 
-def _digest() -> str:
-    """Of the files that the parts test."""
-    listed = [
-        "git",
-        "ls-files",
-        "--cached",
-        "--others",
-        "--exclude-standard",
-        "packages",
-        "apps",
-        "tests",
-    ]
+def _digest(folders: tuple[str, ...] = _TESTED) -> str:
+    """Of the files that a part tests."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *folders]
     names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     found = hashlib.sha256()
     for name in sorted(names.splitlines()):
@@ -126,7 +122,7 @@ def run(name: str, part: Part) -> dict[str, Any]:
     seconds = round(time.monotonic() - began)
     result = "passed" if code == 0 else "no end within an hour" if code is None else f"exit {code}"
     print(f"{name}: {result} in {seconds} s", flush=True)
-    return {"digest": _digest(), "result": result, "seconds": seconds}
+    return {"digest": _digest(part.folders), "result": result, "seconds": seconds}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -158,9 +154,9 @@ def main() -> int:
             row = state.get(name, {"result": "never ran", "seconds": 0})
             print(f"{name:20} {row['result']:22} {row['seconds']:5} s  {part.covers}")
         return 0
-    digest, red = _digest(), []
+    red = []
     for name in args.parts or every:
-        row = state.get(name, {})
+        row, digest = state.get(name, {}), _digest(every[name].folders)
         if not args.again and row.get("result") == "passed" and row.get("digest") == digest:
             print(f"{name}: passed before, for the same sources")
             continue

@@ -18,11 +18,8 @@ PACKAGES = {
     for folder in ("packages", "apps")
     for path in sorted(ROOT.glob(f"{folder}/*/src/forge_*"))
 }
-_SETTINGS = (
-    "setting",
-    "_field",
-    "field",
-)  # calls whose first argument or `default` is a field's default
+#: Calls whose first argument or `default` is a field's default.
+_SETTINGS = ("setting", "_field", "field")
 
 PROTOCOLS_HEAD = """# Protocols
 
@@ -70,9 +67,11 @@ def definition(module: str, name: str) -> tuple[str, ast.stmt] | None:
     for node in _statements(found.body):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("forge_"):
             for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    inner = f"{node.module}.{alias.name}"
-                    return None if _is_module(inner) else definition(node.module, alias.name)
+                if (alias.asname or alias.name) in (name, "*"):
+                    own = name if alias.name == "*" else alias.name
+                    return (
+                        None if _is_module(f"{node.module}.{own}") else definition(node.module, own)
+                    )
         elif name in _defined(node):
             return module, node
     return None

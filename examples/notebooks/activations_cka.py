@@ -28,36 +28,16 @@ RUN = None  # the folder of a run of yours, such as "runs/mine"
 ROWS = 16  # held-out rows that are read
 
 JOB = """
-[model]
-dim = 48
-num_layers = 4
-num_heads = 4
-[data]
-seq_len = 64
-[data.sources.text]
-name = "builtin"     # English text that every Python installation has, as bytes
-[train]
-steps = 240
-global_batch = 8
-[optimizer]
-name = "muon"
-lr = 0.03
-[optimizer.muon]
-adjust = "original"
-adamw_lr_multiplier = 0.2
-[schedule]
-warmup_steps = 10
-[parallel]
-precision = "fp32"
-[checkpoint]
-every_steps = 40
-keep_last = 10
-[eval]
-every_steps = 240
-[metrics]
-every_steps = 80
-[sample]
-max_new_tokens = 0
+model = {dim = 48, num_layers = 4, num_heads = 4}
+data = {seq_len = 64, sources.text.name = "builtin"}  # English text that every Python installation has, as bytes
+train = {steps = 240, global_batch = 8}
+optimizer = {name = "muon", lr = 0.03, muon = {adjust = "original", adamw_lr_multiplier = 0.2}}
+schedule.warmup_steps = 10
+parallel.precision = "fp32"
+eval.every_steps = 240
+metrics.every_steps = 80
+sample.max_new_tokens = 0
+checkpoint = {every_steps = 40, keep_last = 10}
 """
 folder = Path(tempfile.mkdtemp())
 if RUN is None:

@@ -25,32 +25,16 @@ from forge_train import Trainer, load_job
 RUN = None  # the folder of a run of yours, such as "runs/mine"
 
 JOB = """
-[model]
-dim = 48
-num_layers = 2
-num_heads = 4
-[data]
-seq_len = 64
-[data.sources.text]
-name = "builtin"     # English text that every Python installation has, as bytes
-[train]
-steps = 200
-global_batch = 8
-[optimizer]
-lr = 6e-3
-[schedule]
-warmup_steps = 20
-[parallel]
-precision = "fp32"
-[checkpoint]
-every_steps = 20
-keep_last = 20
-[eval]
-every_steps = 0
-[metrics]
-every_steps = 100
-[sample]
-max_new_tokens = 0
+model = {dim = 48, num_layers = 2, num_heads = 4}
+parallel.precision = "fp32"
+schedule.warmup_steps = 20
+optimizer.lr = 6e-3
+data = {seq_len = 64, sources.text.name = "builtin"}  # English text that every Python installation has, as bytes
+train = {steps = 200, global_batch = 8}
+eval.every_steps = 0
+metrics.every_steps = 100
+checkpoint = {every_steps = 20, keep_last = 20}
+sample.max_new_tokens = 0
 """
 folder = Path(tempfile.mkdtemp())
 if RUN is None:

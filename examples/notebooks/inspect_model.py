@@ -23,28 +23,14 @@ from forge_train import Trainer, load_job, load_model
 RUN = None  # the folder of a run of yours, such as "runs/mine"
 
 JOB = """
-[model]
-dim = 48
-num_layers = 2
-num_heads = 4
-num_kv_heads = 2
-[data]
-seq_len = 64
-[data.sources.text]
-name = "builtin"     # English text that every Python installation has, as bytes
-[train]
-steps = 80
-global_batch = 8
-[optimizer]
-lr = 1e-2
-[schedule]
-warmup_steps = 10
-[parallel]
-precision = "fp32"
-[metrics]
-every_steps = 40
-[sample]
-max_new_tokens = 0
+model = {dim = 48, num_layers = 2, num_heads = 4, num_kv_heads = 2}
+optimizer.lr = 1e-2
+schedule.warmup_steps = 10
+parallel.precision = "fp32"
+metrics.every_steps = 40
+sample.max_new_tokens = 0
+train = {steps = 80, global_batch = 8}
+data = {seq_len = 64, sources.text.name = "builtin"}  # English text that every Python installation has, as bytes
 """
 folder = Path(tempfile.mkdtemp())
 if RUN is None:

@@ -27,38 +27,15 @@ RUN = None  # the folder of a run of yours, such as "runs/mine"
 ROWS = 64  # held-out rows that are read
 
 JOB = """
-[model]
-dim = 48
-num_layers = 2
-num_heads = 4
-[model.moe]
-num_experts = 8
-top_k = 2
-width_multiplier = 0.5
-[data]
-seq_len = 64
-[data.sources.text]
-name = "builtin"     # English text that every Python installation has, as bytes
-[train]
-steps = 120
-global_batch = 8
-[optimizer]
-name = "muon"
-lr = 0.03
-[optimizer.muon]
-adjust = "original"
-adamw_lr_multiplier = 0.2
-[schedule]
-warmup_steps = 10
-[parallel]
-precision = "fp32"
-[eval]
-every_steps = 120
-[metrics]
-every_steps = 4
-console = "off"
-[sample]
-max_new_tokens = 0
+model = {dim = 48, num_layers = 2, num_heads = 4, moe = {num_experts = 8, top_k = 2, width_multiplier = 0.5}}
+optimizer = {name = "muon", lr = 0.03, muon = {adjust = "original", adamw_lr_multiplier = 0.2}}
+schedule.warmup_steps = 10
+data = {seq_len = 64, sources.text.name = "builtin"}  # English text that every Python installation has, as bytes
+train = {steps = 120, global_batch = 8}
+parallel.precision = "fp32"
+eval.every_steps = 120
+metrics = {every_steps = 4, console = "off"}
+sample.max_new_tokens = 0
 """
 folder = Path(tempfile.mkdtemp())
 runs = {}  # what a run is called -> its folder

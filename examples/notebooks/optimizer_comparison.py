@@ -22,32 +22,15 @@ from forge_train import Trainer, load_job, read_run
 BASE = None  # a job of yours, such as "apps/train/configs/debug.toml"
 
 JOB = """
-[model]
-dim = 32
-num_layers = 2
-num_heads = 4
-[data]
-seq_len = 64
-[data.sources.text]
-name = "builtin"     # English text that every Python installation has, as bytes
-[train]
-steps = 75
-global_batch = 8
-[schedule]
-warmup_steps = 10
-[parallel]
-precision = "fp32"
-[eval]
-every_steps = 15
-sequences = 16
-at_start = true
-[metrics]
-every_steps = 5
-console = "off"
-[checkpoint]
-every_steps = 0
-[sample]
-max_new_tokens = 0
+model = {dim = 32, num_layers = 2, num_heads = 4}
+data = {seq_len = 64, sources.text.name = "builtin"}  # English text that every Python installation has, as bytes
+train = {steps = 75, global_batch = 8}
+schedule.warmup_steps = 10
+parallel.precision = "fp32"
+eval = {every_steps = 15, sequences = 16, at_start = true}
+metrics = {every_steps = 5, console = "off"}
+checkpoint.every_steps = 0
+sample.max_new_tokens = 0
 """
 RATES = {
     "adamw": (1e-2, 3e-2, 1e-1),

@@ -26,49 +26,21 @@ from forge_train import Trainer, load_job, read_run
 STUDY = None  # the file of a study of yours, such as "examples/scaling/study.toml"
 
 TOML = """
-[study]
-dir = "{folder}/study"
-tokens_per_parameter = [8.0, 16.0, 32.0]
-[sizes.d8]
-dim = 8
-[sizes.d12]
-dim = 12
-[sizes.d16]
-dim = 16
-[sizes.d24]
-dim = 24
-[schedules.wsd]
-name = "wsd"
-wsd = {{decay_fraction = 0.25}}
-[base.model]
-num_layers = 1
-num_heads = 2
-vocab_size = 28
-init_std = 0.1
-[base.data]
-seq_len = 64
-[base.data.sources.letters]
-name = "npy"                 # ids as numpy saves them
-path = "{folder}/train.npy"
-[base.data.validation]
-name = "npy"
-path = "{folder}/validation.npy"
-[base.train]
-global_batch = 4
-[base.optimizer]
-lr = 2e-2
-[base.schedule]
-warmup_steps = 5
-[base.parallel]
-precision = "fp32"
-[base.eval]
-every_steps = 10000          # at the end alone
-sequences = 200
-[base.metrics]
-every_steps = 100
-console = "off"
-[base.sample]
-max_new_tokens = 0
+study = {{dir = "{folder}/study", tokens_per_parameter = [8.0, 16.0, 32.0]}}
+sizes = {{d8.dim = 8, d12.dim = 12, d16.dim = 16, d24.dim = 24}}
+schedules.wsd = {{name = "wsd", wsd = {{decay_fraction = 0.25}}}}
+[base]
+model = {{num_layers = 1, num_heads = 2, vocab_size = 28, init_std = 0.1}}
+data.seq_len = 64
+data.sources.letters = {{name = "npy", path = "{folder}/train.npy"}}  # ids as numpy saves them
+data.validation = {{name = "npy", path = "{folder}/validation.npy"}}
+train.global_batch = 4
+optimizer.lr = 2e-2
+schedule.warmup_steps = 5
+parallel.precision = "fp32"
+eval = {{every_steps = 10000, sequences = 200}}  # at the end only
+metrics = {{every_steps = 100, console = "off"}}
+sample.max_new_tokens = 0
 """
 folder = Path(tempfile.mkdtemp())
 if STUDY is None:

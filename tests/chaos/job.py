@@ -13,14 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_resilience.chaos import (
-    FIRST,
-    PROCESS_KINDS,
-    Fault,
-    Injection,
-    Injector,
-    damage,
-)
+from forge_resilience.chaos import FIRST, PROCESS_KINDS, Fault, Injection, Injector, damage
 from forge_resilience.heartbeat import FOLDER, read_heartbeats
 
 from . import plants

@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_testing.warm import end_of
+
 from .suites import EVERY, JOB, STEPS
 
 _Popen = subprocess.Popen
@@ -219,8 +221,8 @@ def _become(
     args: list[str], environ: Mapping[str, str], plant: Callable[[int], None] | None = None
 ) -> None:
     """`forge-train args`, and the end of this process."""
-    code = 70
-    try:
+
+    def work() -> None:
         os.environ.clear()
         os.environ.update(environ)
         sys.argv[:] = ["forge-train", *args]
@@ -231,16 +233,8 @@ def _become(
             plant(int(environ.get("RANK", "0")))
         early_stop.announce = environ.get("RANK", "0") == "0"
         cli.main(args)
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+
+    os._exit(end_of(work))
 
 
 def in_child(function: Callable[..., Any], *args: Any) -> Any:

@@ -9,36 +9,16 @@ from forge_resilience.chaos import ASYNC_SAVE, BETWEEN, FILE_KINDS, PROCESS_KIND
 
 STEPS, EVERY = 48, 4
 JOB = """
-[run]
-dir = "{run_dir}"
-[model]
-dim = 16
-num_layers = 1
-num_heads = 2
-[data]
-seq_len = 32
-[data.sources.text]
-name = "builtin"
-[train]
-steps = {steps}
-global_batch = 12
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 6
-sequences = 4
-[checkpoint]
-every_steps = {every}
-keep_last = 4
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
+run.dir = "{run_dir}"
+model = {{dim = 16, num_layers = 1, num_heads = 2}}
+data = {{seq_len = 32, sources.text.name = "builtin"}}
+train = {{steps = {steps}, global_batch = 12}}
+optimizer = {{lr = 1e-2, eps = 1e-4}}
+parallel = {{device = "cpu", precision = "fp32"}}
+eval = {{every_steps = 6, sequences = 4}}
+checkpoint = {{every_steps = {every}, keep_last = 4}}
+metrics = {{every_steps = 1, console = "off"}}
+sample.max_new_tokens = 0
 """
 
 _PHASES = ("start", "load", "data", "step", "evaluate")

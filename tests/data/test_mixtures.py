@@ -14,29 +14,16 @@ import torch
 from forge_data.prepare import prepare
 from forge_testing import forge_train, kill_after_step, start
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_same_bits,
-    fit_alone,
-    make_job,
-    saved_tensors,
-)
+from forge_testing.runs import assert_same_bits, fit_alone, make_job, saved_tensors
 from forge_train import ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.report.planned import planned
 
 MIXTURE = """
-[data.sources.books]
-name = "tokens"
-path = "{books}"
-weight = 1.0
-[data.sources.notes]
-name = "tokens"
-path = "{notes}"
-weight = 0.5
-max_epochs = 2
-[data.phases.end]
-start_tokens = 3000
-weights = {{text = 1.0, notes = 1.0}}
-lr_multiplier = 0.25
+[data.sources]
+books = {{name = "tokens", path = "{books}", weight = 1.0}}
+notes = {{name = "tokens", path = "{notes}", weight = 0.5, max_epochs = 2}}
+[data.phases]
+end = {{start_tokens = 3000, weights = {{text = 1.0, notes = 1.0}}, lr_multiplier = 0.25}}
 """
 QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0, "schedule.name": "constant"}
 

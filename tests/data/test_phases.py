@@ -11,13 +11,7 @@ import pytest
 from forge_data import Batch
 from forge_testing import forge_train, kill_after_step, start
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_same_bits,
-    fit_alone,
-    fit_on_ranks,
-    make_job,
-    saved_tensors,
-)
+from forge_testing.runs import assert_same_bits, fit_alone, fit_on_ranks, make_job, saved_tensors
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.report.planned import planned
 

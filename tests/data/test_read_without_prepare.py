@@ -11,18 +11,9 @@ import pytest
 
 from forge_data import TokenFiles, open_source
 from forge_data.prepare import prepare
-from forge_testing import forge_train, kill_after_step, start
+from forge_testing import forge_train, kill_after_step, runs, start
 from forge_testing.jobs import write_job
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_same_bits,
-    assert_same_rows,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    make_job,
-    saved_tensors,
-)
 from forge_train import DataError, load_job
 
 TEXTS = [f"{i} bottles hang on the wall, {'and one falls ' * (i % 5)}" for i in range(400)]
@@ -53,7 +44,7 @@ def write_texts(folder: Path, texts: list[str]) -> None:
 
 
 def job_of(folder: Path, data: Path, kind: str) -> Path:
-    job = make_job(folder)
+    job = runs.make_job(folder)
     source = SOURCE[kind].format(data)
     job.write_text(job.read_text().replace('name = "builtin"\n', source))
     return job
@@ -71,22 +62,32 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(data: Path) -> Path:
     """The run on prepared token files, never disturbed."""
     job = job_of(data / "wanted", data, "tokens")
-    fit_alone(job, **QUIET)
+    runs.fit_alone(job, **QUIET)
     return job
 
 
+@pytest.fixture(params=["text", "huggingface"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def job(tmp_path: Path, data: Path, kind: str) -> Path:
+    return job_of(tmp_path, data, kind)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_killed_and_resumed_it_equals_the_run_on_token_files(
-    tmp_path: Path, data: Path, wanted: Path, kind: str
+    tmp_path: Path, data: Path, wanted: Path, job: Path, kind: str
 ) -> None:
-    job = job_of(tmp_path, data, kind)
     flags = ["--checkpoint.wait", "true", "--sample.max_new_tokens", "0"]
     kill_after_step(start("run", job, *flags), tmp_path / "run/metrics.jsonl", 5)
     done = forge_train("run", job, *flags)
     assert done.code == 0, done.err
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(wanted.parent / "run"))
-    assert columns(job)["val_loss"] == columns(wanted)["val_loss"]
+    runs.assert_same_bits(
+        runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(wanted.parent / "run")
+    )
+    assert runs.columns(job)["val_loss"] == runs.columns(wanted)["val_loss"]
     if kind == "text":  # and the other way round: the identity of a run is its tokens
         again = job_of(tmp_path, data, "tokens")
         assert forge_train("run", again, *flags, "--train.steps", "13").code == 0
@@ -94,14 +95,12 @@ def test_killed_and_resumed_it_equals_the_run_on_token_files(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_ranks_with_an_empty_cache_write_it_once(
-    tmp_path: Path, data: Path, wanted: Path, kind: str
+    tmp_path: Path, data: Path, wanted: Path, job: Path, kind: str
 ) -> None:
-    job = job_of(tmp_path, data, kind)
     job.write_text(job.read_text().replace(f"{data}/cache", f"{tmp_path}/cache"))
-    fit_on_ranks(3, job, **{k.replace(".", "__"): v for k, v in QUIET.items()})
-    assert_same_rows(columns(job), columns(wanted))
+    runs.fit_on_ranks(3, job, **{k.replace(".", "__"): v for k, v in QUIET.items()})
+    runs.assert_same_rows(runs.columns(job), runs.columns(wanted))
     entries = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert len(entries) == (
         1 if kind == "text" else 2
@@ -110,21 +109,20 @@ def test_ranks_with_an_empty_cache_write_it_once(
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-@pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_moved_it_goes_on_and_changed_it_is_rejected(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("datasets")
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     write_texts(here, TEXTS)
-    fit_alone(job_of(tmp_path, here, kind), **{**QUIET, "train.steps": 3})
+    runs.fit_alone(job_of(tmp_path, here, kind), **{**QUIET, "train.steps": 3})
     shutil.copytree(here, there, ignore=shutil.ignore_patterns("cache"))  # other paths and times
     shutil.rmtree(here)
     job = job_of(tmp_path, there, kind)
-    assert fit_alone(job, **{**QUIET, "train.steps": 5}).step == 5
+    assert runs.fit_alone(job, **{**QUIET, "train.steps": 5}).step == 5
     changed = ["another text", *TEXTS[1:]]
     write_texts(there, changed)
     with rejects("fingerprint", code="mismatch", kind=DataError, where="source.tokens: "):
-        fit_alone(job, **{**QUIET, "train.steps": 7})
+        runs.fit_alone(job, **{**QUIET, "train.steps": 7})
 
 
 @pytest.mark.slow
@@ -138,7 +136,7 @@ def test_explain_and_plan_tokenize_nothing(tmp_path: Path, data: Path) -> None:
         assert forge_train("plan", job, "--gpus", "2").code == 0
         assert not (tmp_path / "cache").exists()
     job = job_of(tmp_path / "text", data, "text")
-    fit_alone(job, **{**QUIET, "train.steps": 1})
+    runs.fit_alone(job, **{**QUIET, "train.steps": 1})
     known = TokenFiles(data / "prepared")
     lines = forge_train("explain", job).out.splitlines()
     (line,) = [line for line in lines if line.startswith("data.sources.text:")]

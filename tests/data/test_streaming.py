@@ -13,18 +13,10 @@ import torch
 from torch import nn
 
 from forge_ckpt import SavedTensors
-from forge_testing import forge_train, kill_after_step, start, wait_for_step
+from forge_testing import forge_train, kill_after_step, runs, start, wait_for_step
 from forge_testing.extensions import smoothed
 from forge_testing.faults import signal_rank
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_same_rows,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    make_job,
-    together,
-)
 from forge_train import Callback, DataError, Trainer, load_job
 
 pytestmark = pytest.mark.lane("test")
@@ -57,7 +49,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def streamed_job(folder: Path, texts: Path) -> Path:
-    job = make_job(folder)
+    job = runs.make_job(folder)
     text = job.read_text()
     begin, end = text.index("[data.sources.text]"), text.index("[train]")
     job.write_text(text[:begin] + STREAMED.format(path=texts) + text[end:])
@@ -75,8 +67,8 @@ class Stop(Callback):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, texts: Path) -> dict[str, list]:
     job = streamed_job(tmp_path_factory.mktemp("whole"), texts)
-    fit_alone(job, **QUIET)
-    return columns(job)
+    runs.fit_alone(job, **QUIET)
+    return runs.columns(job)
 
 
 @pytest.mark.slow
@@ -87,7 +79,7 @@ def test_stopped_it_goes_on_with_the_same_rows_on_other_ranks(
 ) -> None:
     job = streamed_job(tmp_path, texts)
     quiet = {key.replace(".", "__"): value for key, value in QUIET.items()}
-    stopped = fit_on_ranks(before, job, Stop, **quiet)
+    stopped = runs.fit_on_ranks(before, job, Stop, **quiet)
     assert {rank.step for rank in stopped} == {6}  # the step of the signal is under way
     with SavedTensors(tmp_path / "run/checkpoints") as saved:
         state = saved.read_object("loader")
@@ -95,9 +87,9 @@ def test_stopped_it_goes_on_with_the_same_rows_on_other_ranks(
     for _ in range(6):
         next(alone)
     assert state == alone.state_dict()  # of all ranks, each of which read its shards alone
-    done = fit_on_ranks(after, job, data__num_workers=workers, **quiet)
+    done = runs.fit_on_ranks(after, job, data__num_workers=workers, **quiet)
     assert all(rank.problems == () for rank in done)
-    assert_same_rows(columns(job), whole)
+    runs.assert_same_rows(runs.columns(job), whole)
 
 
 @pytest.mark.slow
@@ -107,7 +99,7 @@ def test_killed_it_goes_on_with_the_same_rows(tmp_path: Path, texts: Path, whole
     kill_after_step(start("run", job, *flags), tmp_path / "run/metrics.jsonl", 5)
     done = forge_train("run", job, *flags)
     assert done.code == 0, done.err
-    assert_same_rows(columns(job), whole)
+    runs.assert_same_rows(runs.columns(job), whole)
 
 
 @pytest.mark.slow
@@ -126,7 +118,7 @@ def test_a_rank_of_two_is_killed_and_others_go_on_with_the_same_rows(
     assert first.returncode == 1, err
     done = forge_train("run", job, "--nproc", str(nproc), *flags)
     assert done.code == 0, done.err
-    assert_same_rows(columns(job), whole)
+    runs.assert_same_rows(runs.columns(job), whole)
 
 
 def poisoned(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
@@ -155,11 +147,11 @@ def test_a_rollback_leaves_its_rows_out_and_reads_the_shards_again(
     }
     if phased:
         how |= {"data__phases__late__start_instance": 96, "data__phases__late__global_batch": 24}
-    found = [fit_on_ranks(2, job, *more, **how) for job, more in zip(jobs, ((), (LeaveOut,)))]
+    found = [runs.fit_on_ranks(2, job, *more, **how) for job, more in zip(jobs, ((), (LeaveOut,)))]
     assert all(rank.problems == () for ranks in found for rank in ranks)
-    mine, theirs = map(together, found)
+    mine, theirs = map(runs.together, found)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
-    assert_same_rows(columns(jobs[0]), columns(jobs[1]))
+    runs.assert_same_rows(runs.columns(jobs[0]), runs.columns(jobs[1]))
     with SavedTensors(tmp_path / "a/run/checkpoints") as saved:
         state = saved.read_object("loader")
     with SavedTensors(tmp_path / "b/run/checkpoints") as saved:
@@ -169,9 +161,9 @@ def test_a_rollback_leaves_its_rows_out_and_reads_the_shards_again(
 
 def test_changed_files_are_rejected_at_the_resume(tmp_path: Path, texts: Path) -> None:
     job = streamed_job(tmp_path, texts)
-    fit_alone(job, **{**QUIET, "train.steps": 3})
+    runs.fit_alone(job, **{**QUIET, "train.steps": 3})
     with rejects("fingerprint", ["stream.shuffle_window"], "mismatch", DataError):
-        fit_alone(job, **{**QUIET, "data.sources.text.huggingface.shuffle_window": 5})
+        runs.fit_alone(job, **{**QUIET, "data.sources.text.huggingface.shuffle_window": 5})
 
 
 def test_its_validation_is_of_the_same_set_and_not_streamed(tmp_path: Path, texts: Path) -> None:

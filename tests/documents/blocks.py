@@ -1,19 +1,23 @@
 """Run the blocks of a page as printed, as a reader would who copies them from top to bottom.
 
-    python -m tests.documents.blocks              # all pages: seconds, and the blocks that are not run
+    python -m tests.documents.blocks              # all pages: the seconds of each, and the blocks that are not run
     python -m tests.documents.blocks README.md    # one
 
 Blocks in `bash` run one after another in a copy of the checkout without `tests/`, in which `runs/debug` holds the result of
 `hatch run train`; variables and the folder last from block to block. Blocks in `python` run in one process. Blocks in another
-language only show something. A line `<!-- not run: REASON -->` before a block leaves it out.
+language only show something. A line `<!-- not run: REASON -->` before a block leaves it out, for one of REASONS.
 
-The environment has the wheels of all packages, on top of the third-party distributions of this environment. Three commands
+After a line `<!-- needs Slurm -->` a block runs next to a Slurm of our own (tests/slurm/cluster.py), and the jobs that its page
+submits must end well. The tests leave these blocks out. This command starts that Slurm, and fails where it cannot.
+
+The environment has the wheels of all packages and the harness, on top of the third-party distributions of this environment. Three commands
 are replaced, as running them would take the time of a lane or the network: `hatch` and `pip` check that what they are given
-exists (`hatch run PROGRAM` runs the program), and `.ci/run` of the copy does nothing.
+exists (commands.py; `hatch run PROGRAM` runs the program), and `.ci/run` of the copy does nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,14 +26,19 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.slurm.cluster import Slurm, running_cluster
+
 ROOT = Path(__file__).resolve().parents[2]
+#: Pages that `.ci/run` reads; `pages` has all.
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
@@ -44,12 +53,17 @@ PAGES = (
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("packages/*/README.md")),
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("apps/*/README.md")),
 )
+COMMANDS = ROOT / "tests/documents/commands.py"
 RUN = ("bash", "python")
 SHOWN = ("text", "toml", "console", "json", "yaml")
+REASONS = ("needs a GPU", "needs the Hub", "needs a cluster")
 _FENCE = re.compile(
-    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n)?^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$",
+    r"(?:^<!-- (?:not run: (?P<reason>[^\n]+?)|(?P<slurm>needs Slurm)) -->\n)?"
+    r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
+_BLOCK_SECONDS = 600.0
+_AT_ONCE = 2
 
 
 class Block(NamedTuple):
@@ -59,14 +73,31 @@ class Block(NamedTuple):
     line: int
     language: str
     code: str
-    reason: str | None
+    reason: str | None = None
+    needs_slurm: bool = False
+
+    @property
+    def runs(self) -> bool:
+        return self.language in RUN and self.reason is None
+
+
+def files() -> list[str]:
+    """The files of the checkout that git has or would add."""
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    found = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return [name for name in found.splitlines() if (ROOT / name).is_file()]
+
+
+def pages() -> list[str]:
+    """All pages: each Markdown file of the checkout."""
+    return sorted(name for name in files() if name.endswith(".md"))
 
 
 def blocks_of(page: str) -> list[Block]:
     """All blocks of a page, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [
-        Block(page, text.count("\n", 0, m.start("language")) + 1, m["language"], m["code"], m["reason"])
+        Block(page, text.count("\n", 0, m.start("language")) + 1, m["language"], m["code"], m["reason"], bool(m["slurm"]))
         for m in _FENCE.finditer(text)
     ]  # fmt: skip
 
@@ -116,9 +147,9 @@ def make_environment(folder: Path) -> Path:
 
     # A folder that a .pth names is on the path, but its own .pth files, those of editable packages, are not read.
     third_party = next(p for p in sys.path if p.endswith("site-packages"))
-    (site / "third_party.pth").write_text(f"{third_party}\n")
+    (site / "third_party.pth").write_text(f"{third_party}\n{ROOT}/tests/harness/src\n")
     for name in ("hatch", "pip"):
-        _write_program(home / "bin" / name, f'{sys.executable} {__file__} --as-{name} {home} "$@"')
+        _write_program(home / "bin" / name, f'{sys.executable} {COMMANDS} --as-{name} {home} "$@"')
     _write_program(home / "bin/torchrun", f'exec {home}/bin/python -m torch.distributed.run "$@"')
     return home
 
@@ -130,10 +161,9 @@ def _write_program(path: Path, command: str) -> None:
 
 def make_checkout(folder: Path, home: Path) -> Path:
     """A copy of the checkout without tests, in which `.venv` is the environment and the main job has run."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True,
-                            text=True).stdout  # fmt: skip
-    for name in listed.splitlines():
-        if not name.startswith("tests/") and (ROOT / name).is_file():
+    for name in files():
+        # null-gpu.md copies its folder
+        if not name.startswith("tests/") or name.startswith("tests/null_gpu/"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     (folder / ".ci/run").write_text("true\n")
@@ -149,68 +179,6 @@ def require_main_job(home: Path) -> None:
         subprocess.run(
             [home / "bin/forge-train", "run", job], cwd=ROOT, check=True, capture_output=True
         )
-
-
-# ---- the commands that are replaced
-
-
-def as_hatch(home: Path, args: list[str]) -> int:
-    """`hatch` as printed: a program runs, a script or a lane must exist with its options."""
-    import tomllib
-
-    environments = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]
-    verb, *rest = args
-    if verb == "test":
-        return _missing(p for p in rest if not p.startswith("-") and not (ROOT / p).exists())
-    assert verb == "run", verb
-    name, *options = rest
-    environment, _, script = name.rpartition(":")
-    scripts = environments[environment or "default"].get("scripts", {})
-    if script in scripts:
-        dev = environments["dev"]["scripts"].get(script, scripts[script])
-        file = re.search(r"python (?:-m )?([\w./]+)", dev if isinstance(dev, str) else "")
-        path = file and ROOT / (
-            file[1] if file[1].endswith(".py") else file[1].replace(".", "/") + ".py"
-        )
-        text = path.read_text() if path and path.is_file() else ""
-        return _missing(
-            o for o in options if o.startswith("--") and f'"{o.partition("=")[0]}"' not in text
-        )
-    return subprocess.run(
-        [script, *options], env={**os.environ, "PATH": f"{home}/bin:{os.environ['PATH']}"}
-    ).returncode
-
-
-def as_pip(args: list[str]) -> int:
-    """`pip install` as printed: a folder must be a package with that extra, a name must be one that constraints.txt pins."""
-    import tomllib
-
-    known = {
-        re.split("==", line)[0].lower()
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-    } | {"hatch"}
-    verb, *targets = args
-    missing = [] if verb == "install" else [verb]
-    for target in targets:
-        if target.startswith("-"):
-            continue
-        name, _, extras = target.rstrip("]").partition("[")
-        if name.startswith("."):
-            file = ROOT / name / "pyproject.toml"
-            project = tomllib.loads(file.read_text())["project"] if file.is_file() else None
-            of_project = project.get("optional-dependencies", {}) if project else {}
-            if project is None or not set(filter(None, extras.split(","))) <= of_project.keys():
-                missing.append(target)
-        elif re.split("[<>=~!]", name)[0].lower() not in known:
-            missing.append(target)
-    return _missing(missing)
-
-
-def _missing(names: Iterator[str] | list[str]) -> int:
-    found = list(names)
-    for name in found:
-        print(name, "is missing", file=sys.stderr)
-    return len(found)
 
 
 # ---- running
@@ -229,14 +197,16 @@ for line in sys.stdin:
 class Reader:
     """Copies the blocks of a page into a terminal and a Python process."""
 
-    def __init__(self, home: Path, checkout: Path, user: Path) -> None:
+    def __init__(
+        self, home: Path, checkout: Path, user: Path, environ: Mapping[str, str] | None = None
+    ) -> None:
         self._checkout, self._state = checkout, user / "state"
         kept = {
             k: v for k, v in os.environ.items() if not k.startswith(("FORGE_", "PYTEST_", "PYTHON"))
         }
         self._environ = {
             **kept, "HOME": str(user), "PATH": f"{home}/bin:{os.environ['PATH']}", "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "NO_COLOR": "1",
+            "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "NO_COLOR": "1", **(environ or {}),
         }  # fmt: skip
         self._state.write_text(f"cd {checkout}\n")
         self._python: subprocess.Popen[str] | None = None
@@ -250,7 +220,7 @@ class Reader:
         script = (
             f'. {self._state}\n{block.code}\n{{ export -p; echo cd "$PWD"; }} > {self._state}\n'
         )
-        done = subprocess.run(["bash", "-e", "-c", script], cwd=self._checkout, env=self._environ, text=True, timeout=180,
+        done = subprocess.run(["bash", "-e", "-c", script], cwd=self._checkout, env=self._environ, text=True, timeout=_BLOCK_SECONDS,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)  # fmt: skip
         if done.returncode:
             raise BlockError(
@@ -269,10 +239,15 @@ class Reader:
         self._python.stdin.write(json.dumps([place, block.code]) + "\n")
         self._python.stdin.flush()
         said = []
-        for line in self._python.stderr:
-            if line == "block done\n":
-                return
-            said.append(line)
+        timer = threading.Timer(_BLOCK_SECONDS, self._python.kill)
+        timer.start()
+        try:
+            for line in self._python.stderr:
+                if line == "block done\n":
+                    return
+                said.append(line)
+        finally:
+            timer.cancel()
         self._python.wait()
         raise BlockError(f"{place} fails\n{''.join(said[-30:])}")
 
@@ -284,46 +259,69 @@ class Reader:
         self._log.close()
 
 
-def run_page(page: str, home: Path, folder: Path) -> float:
+def run_page(page: str, home: Path, folder: Path, slurm: Slurm | None = None) -> float:
     """Run all blocks of a page that are to be run; the seconds that they took. BlockError if one fails."""
     checkout, user = folder / "forge", folder / "home"
     user.mkdir(parents=True)
     make_checkout(checkout, home)
-    reader = Reader(home, checkout, user)
+    environ = {} if slurm is None else {"SLURM_CONF": slurm.environ["SLURM_CONF"]}
+    reader = Reader(home, checkout, user, environ)
+
     began = time.perf_counter()
     try:
         for block in blocks_of(page):
-            if block.language in RUN and block.reason is None:
+            if block.runs and (slurm or not block.needs_slurm):
                 reader.read(block)
+        if slurm and any(block.needs_slurm for block in blocks_of(page)):
+            _wait_for_jobs(slurm, page, checkout)
     finally:
         reader.close()
     return time.perf_counter() - began
 
 
-def main(pages: list[str]) -> int:
-    failed = 0
-    with tempfile.TemporaryDirectory() as temporary:
-        home = make_environment(Path(temporary))
+def _wait_for_jobs(slurm: Slurm, page: str, checkout: Path) -> None:
+    """Wait for the jobs that were submitted in a checkout; BlockError if one fails."""
+    for job in slurm.run("squeue", "--noheader", "--states=all", "--format=%A").split():
+        if slurm.job(job)["WorkDir"].startswith(str(checkout)):
+            state = slurm.wait_for_end(job, _BLOCK_SECONDS)
+            if state != "COMPLETED":
+                log = Path(slurm.job(job)["StdOut"])
+                told = log.read_text(errors="replace")[-3000:] if log.is_file() else "no output"
+                raise BlockError(f"{page}: job {job} is {state}\n{told}")
+
+
+def main(chosen: list[str]) -> int:
+    """Run pages, two at a time; the number that failed."""
+    found = {page: blocks_of(page) for page in chosen or pages()}
+    to_run = [page for page, blocks in found.items() if any(block.runs for block in blocks)]
+    needs_slurm = any(block.needs_slurm for blocks in found.values() for block in blocks)
+    began, failed = time.perf_counter(), 0
+
+    with contextlib.ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        home = make_environment(temporary)
         require_main_job(home)
-        for page in pages or PAGES:
+        slurm = stack.enter_context(running_cluster(temporary)) if needs_slurm else None
+
+        def read(page: str) -> tuple[str, bool]:
             try:
-                print(
-                    f"{run_page(page, home, Path(temporary, page.replace('/', '-'))):6.1f} s  {page}",
-                    flush=True,
-                )
-            except BlockError as error:
-                failed += 1
-                print(f"FAILED  {error}", flush=True)
-    for page in pages or PAGES:
-        for block in blocks_of(page):
-            if block.reason:
-                print(f"not run: {page}:{block.line}: {block.reason}")
+                seconds = run_page(page, home, temporary / page.replace("/", "-"), slurm)
+            except (BlockError, subprocess.TimeoutExpired) as error:
+                return f"FAILED  {page}: {error}", False
+            return f"{seconds:6.1f} s  {page}", True
+
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            for line, passed in pool.map(read, to_run):
+                failed += not passed
+                print(line, flush=True)
+
+    left_out = [b for blocks in found.values() for b in blocks if b.reason]
+    for block in left_out:
+        print(f"not run: {block.page}:{block.line}: {block.reason}")
+    print(f"{sum(b.runs for blocks in found.values() for b in blocks)} blocks of {len(to_run)} pages in "
+          f"{time.perf_counter() - began:.0f} s, {len(left_out)} not run, {failed} pages failed")  # fmt: skip
     return failed
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-hatch"]:
-        sys.exit(as_hatch(Path(sys.argv[2]), sys.argv[3:]))
-    if sys.argv[1:2] == ["--as-pip"]:
-        sys.exit(as_pip(sys.argv[3:]))
     sys.exit(main(sys.argv[1:]))

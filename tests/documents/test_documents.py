@@ -10,6 +10,8 @@ import pytest
 from scripts import write_configuration_page, write_metrics_page
 from scripts.write_command_line_page import commands_as_markdown
 from scripts.write_models_page import models_as_markdown
+from tests.documents.blocks import blocks_of
+from tests.documents.commands import commands_of, missing_names
 
 from forge_train.cli import OF_LAB, VERBS
 from forge_train.metrics.columns import COLUMNS
@@ -20,6 +22,14 @@ pytestmark = pytest.mark.lane("test")
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if not {"runs", "dist", "node_modules"} & set(p.parts)
          and not any(part.startswith((".venv", ".hatch", ".ci")) for part in p.parts)]  # fmt: skip
+#: What their pages name was so when they were written.
+OF_THEIR_TIME = [p for p in PAGES if p.name in ("CHANGELOG.md", "log.md")]
+#: Ends of names of files that look like keys, and a module.
+FILES = (".jsonl", ".json", ".toml", ".txt", "resilience.health")
+
+
+def relative(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def test_the_page_of_keys_is_the_one_the_code_generates() -> None:
@@ -44,7 +54,8 @@ def test_the_page_of_commands_is_the_one_the_help_gives() -> None:
     titles = re.findall(r"^### forge-train (\w+)$", page, re.MULTILINE)
     assert titles == [verb for verb in (*VERBS, *OF_LAB) if verb != "study"]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert [row for row in rows if row.count("(default:") > 1 or row.endswith("|  |")] == []
+    doubled = re.compile(r"\(default: [^)]*\) \(default:|\|  \|$")
+    assert [row for row in rows if doubled.search(row)] == []
     assert [row for row in rows if "--no_" in row and "(default: True)" not in row] == []
 
 
@@ -100,7 +111,7 @@ def slugs(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=relative)
 def test_links_and_anchors_lead_somewhere(page: Path) -> None:
     for target, _, anchor in (
         t.partition("#") for t in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
@@ -111,37 +122,49 @@ def test_links_and_anchors_lead_somewhere(page: Path) -> None:
             assert not anchor or file.suffix != ".md" or anchor in slugs(file), f"{target}#{anchor}"
 
 
-def code_of(text: str) -> str:
-    """The blocks and the spans of code of a page."""
-    blocks = re.findall(r"^```.*?^```", text, re.DOTALL | re.MULTILINE)
-    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", text)])
+def code_of(page: Path) -> list[str]:
+    """The shell code of a page: blocks and spans."""
+    spans = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    shell = [b.code for b in blocks_of(str(page)) if b.language in ("bash", "console")]
+    return [*shell, *re.findall(r"`([^`\n]+)`", spans)]
 
 
 @pytest.mark.lane("quick")
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if p.name != "bad-input.md"], ids=lambda p: str(p.relative_to(ROOT))
-)
-def test_verbs_and_flags_exist(page: Path) -> None:
-    flags = {f"--{row.key}" for row in key_rows()}
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in OF_THEIR_TIME and p.name != "bad-input.md"], ids=relative)  # fmt: skip
+def test_commands_and_keys_of_a_page_exist(page: Path) -> None:
+    for code in code_of(page):
+        for words in commands_of(code):
+            assert missing_names(words) == [], words
+
     text = page.read_text()
-    verbs = set(re.findall(r"\bforge-train ([a-z]+)\b", code_of(text)))
-    assert verbs <= {*VERBS, *OF_LAB, "ckpt", "data"}
-    for flag in set(re.findall(r"--[a-z]+\.[a-z0-9_.]+[a-z0-9]", text)) - {"--section.key"}:
-        pattern = re.sub(r"^--data\.sources\.\w+\.", "--data.sources.<name>.", flag)
-        assert pattern in flags, flag
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/faq.md", "docs/exit-codes.md", "docs/first-ten-minutes.md", "docs/own-text.md", "docs/several-ranks.md", "docs/determinism.md", "docs/glossary.md"])  # fmt: skip
-def test_keys_that_pages_for_newcomers_name_exist(page: str) -> None:
     keys = {row.key for row in key_rows()}
-    sections = {key.split(".")[0] for key in keys} - {"data", "run", "metrics"}
-    tables = {".".join(key.split(".")[:n]) for key in keys for n in (1, 2, 3)}
-    named = set(
-        re.findall(r"`\[?([a-z]+(?:\.[a-z_]+)+)\]?(?: = [^`]*)?`", (ROOT / page).read_text())
-    )
-    assert {name for name in named if name.split(".")[0] in sections} - {
-        "sample.txt"
-    } <= keys | tables
+    flags = set(re.findall(r"--([a-z]+\.[a-z0-9_.]+[a-z0-9])", text)) - {"section.key"}
+    assert {named(flag) for flag in flags} <= keys
+
+    tables = {".".join(key.split(".")[:n]) for key in keys for n in (1, 2, 3, 4)}
+    sections = {key.split(".")[0] for key in keys}
+    spans = set(re.findall(r"`\[?([a-z]+(?:\.[a-z_0-9]+)+)\]?(?: = [^`]*)?`", text))
+    spans = {key for key in spans if not key.endswith(FILES)}
+    assert {named(key) for key in spans if key.split(".")[0] in sections} <= keys | tables
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["forge-train runn job.toml", "forge-train export RUN OUT --dtyp bf16", "srun -K python -m forge_parallel.prov m:Model",
+     "torchrun --nproc-per-node 2 -m forge_train eval RUN --nothing", "cd x && forge-data prepare FILE --worker 2 # text",
+     "FORGE_SITE=a python scripts/nothing.py", "hatch test tests/nothing", "hatch run nothing", "hatch run fuzz --nothing",
+     "hatch run null-gpu sizes --unheard", "$ forge-ckpt cat STORE \\\n  --nothing"],
+)  # fmt: skip
+@pytest.mark.lane("quick")
+def test_a_name_that_does_not_exist_is_found(command: str) -> None:
+    (words,) = commands_of(command)
+    assert len(missing_names(words)) == 1
+
+
+def named(key: str) -> str:
+    """A key with `<name>` for a name that the user chose."""
+    tables = {row.key.partition(".<name>")[0] for row in key_rows() if "<name>" in row.key}
+    return re.sub(rf"^({'|'.join(map(re.escape, tables))})\.\w+", r"\1.<name>", key)
 
 
 def test_the_page_of_variables_has_all_of_ours() -> None:

@@ -143,10 +143,9 @@ def test_pages_are_few_and_short(hooks: ModuleType) -> None:
 
 
 def is_generated(text: str) -> bool:
-    head = "\n".join(text.splitlines()[:8])
-    return bool(
-        re.search(r"generated|written by|writes (this page|what|it)|made by|--write\b", head, re.I)
-    )
+    head = "\n".join(text.splitlines()[:20])
+    by = r"(generated|written|made) (by|from)|` writes (this page|it|them)|--write\b"
+    return bool(re.search(by, head, re.IGNORECASE))
 
 
 def test_only_data_that_a_page_links_to_is_on_the_site(site: Path) -> None:

@@ -40,18 +40,12 @@ DEEPER = frozenset({"pp interleaved", "pp zero bubble", "pp zbv", "pp dualpipev"
 MODALITIES = ("loss.modality.text", "loss.modality.image")
 #: A part of the encoder is never trained; another one and the text are from the third step on, the adapter always.
 STAGES = """
-[optimizer.groups.never]
-patterns = ["vision.patches.*", "vision.positions.*", "vision.layers.0.*"]
-lr_multiplier = 0.0
-[optimizer.groups.vision]
-patterns = ["vision.layers.1.*"]
-lr_multiplier = 0.0
-[optimizer.groups.text]
-patterns = ["embedding.*", "layers.*", "norm.*", "lm_head.*"]
-lr_multiplier = 0.0
-[train.stages.whole]
-start_step = 3
-lr_multipliers = { vision = 0.5, text = 0.1 }
+[optimizer.groups]
+never = { patterns = ["vision.patches.*", "vision.positions.*", "vision.layers.0.*"], lr_multiplier = 0.0 }
+vision = { patterns = ["vision.layers.1.*"], lr_multiplier = 0.0 }
+text = { patterns = ["embedding.*", "layers.*", "norm.*", "lm_head.*"], lr_multiplier = 0.0 }
+[train.stages]
+whole = { start_step = 3, lr_multipliers = { vision = 0.5, text = 0.1 } }
 """
 
 

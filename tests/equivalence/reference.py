@@ -13,24 +13,12 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+import training
 from batches import IGNORED, PICTURE, ROWS, STEPS, MicroBatch, batches, together
 from cells import AVERAGING, BY_NAME, FEATURES, Cell
 from optimizers import Recorded, plain
 from settings import set_up
 from torch import Tensor, nn
-from training import (
-    ADAMW,
-    AHEAD_WEIGHT,
-    MAX_NORM,
-    SGD,
-    STD,
-    Run,
-    build_model,
-    decay_groups,
-    gradients,
-    routes,
-    weights,
-)
 
 from forge_core import initialize
 from forge_moe import Router, aux_losses, update_expert_bias
@@ -41,7 +29,7 @@ MARGIN = 1e-4
 SEEDS = 60
 
 
-def reference(cell: Cell) -> Run:
+def reference(cell: Cell) -> training.Run:
     """Train the cell's model on its batches in this process.
 
     With mixtures the seed is the first from the cell's on in which no router has a close choice.
@@ -57,23 +45,25 @@ def reference(cell: Cell) -> Run:
     )
 
 
-def _train(cell: Cell) -> tuple[Run, float]:
+def _train(cell: Cell) -> tuple[training.Run, float]:
     """The run, and the smallest margin between the last expert chosen and the first that was not."""
-    model = build_model(cell, aux="return", base_dtype=None)
-    initialize(model, cell.seed, **STD)
+    model = training.build_model(cell, aux="return", base_dtype=None)
+    initialize(model, cell.seed, **training.STD)
     if FEATURES[cell.feature].lora:  # the values of a base in bf16, in fp32
         for parameter in (p for p in model.parameters() if not p.requires_grad):
             parameter.data = parameter.data.bfloat16().float()
     model.to(device())
     optimizer = _optimizer(cell, model)
     record = Recorded(model) if cell.optimizer == "lion" else None
-    run = Run(seed=cell.seed)
+    run = training.Run(seed=cell.seed)
     with _Margins() as margins:
         for number, step in enumerate(batches(cell)):
             run.losses.append(_forward_backward(cell, model, _parts(cell, step)))
-            run.gradients.append(gradients(model, cell))
-            run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).detach())
-            run.routes.append(routes(model))
+            run.gradients.append(training.gradients(model, cell))
+            run.norms.append(
+                nn.utils.clip_grad_norm_(model.parameters(), training.MAX_NORM).detach()
+            )
+            run.routes.append(training.routes(model))
             if record is not None:
                 record()
             optimizer.step()
@@ -83,7 +73,7 @@ def _train(cell: Cell) -> tuple[Run, float]:
             run.losses.append(_evaluated(cell, model))
     if cell.optimizer in AVERAGING:
         optimizer.eval()
-    run.weights = weights(model)
+    run.weights = training.weights(model)
     return run, margins.least
 
 
@@ -165,7 +155,7 @@ def _with_ahead(cell: Cell, model: nn.Module, tokens: Tensor, labels: Tensor) ->
         )
         for k, out in enumerate(logits)
     ]
-    further = AHEAD_WEIGHT * torch.stack(losses[1:]).mean()
+    further = training.AHEAD_WEIGHT * torch.stack(losses[1:]).mean()
     return losses[0] + further - further.detach()
 
 
@@ -173,9 +163,9 @@ def _optimizer(cell: Cell, model: nn.Module) -> Any:
     if cell.optimizer in BY_NAME:
         return plain(cell.optimizer, model)
     if cell.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), **SGD)
-    groups = decay_groups(model, ADAMW["weight_decay"])
-    return torch.optim.AdamW(groups, **ADAMW)
+        return torch.optim.SGD(model.parameters(), **training.SGD)
+    groups = training.decay_groups(model, training.ADAMW["weight_decay"])
+    return torch.optim.AdamW(groups, **training.ADAMW)
 
 
 class _Margins:

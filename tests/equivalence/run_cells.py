@@ -36,12 +36,9 @@ from forge_testing.devices import chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the figures depend on; changes elsewhere do not make a commit another one.
+_PACKAGES = ("core", "moe", "parallel", "resilience", "vlm")
 SOURCES = (
-    "packages/forge-core/src",
-    "packages/forge-moe/src",
-    "packages/forge-parallel/src",
-    "packages/forge-resilience/src",
-    "packages/forge-vlm/src",
+    *(f"packages/forge-{p}/src" for p in _PACKAGES),
     "tests/equivalence",
     "tests/harness/src",
 )

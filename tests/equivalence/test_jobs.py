@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 from jobs import FEATURES, LAYOUTS, JobCell, allowed, covering
 
-from forge_testing.runs import (
-    Fitted,
-    assert_close,
-    assert_same_rows,
-    columns,
-    fit_on_ranks,
-    fit_reference,
-    together,
-)
+from forge_testing import runs
 from forge_testing.schedules import marks
 from forge_train import read_run
 
@@ -28,7 +20,7 @@ OF_THE_MACHINE = frozenset(
 )  # fmt: skip
 
 
-def reference(folder: Path, cell: JobCell) -> tuple[Path, Fitted]:
+def reference(folder: Path, cell: JobCell) -> tuple[Path, runs.Fitted]:
     """The job of one process and its result; trained once in a session for all layouts of equal shape."""
     feature, layout = FEATURES[cell.feature], LAYOUTS[cell.layout]
     flags = {k: v for k, v in layout.flags.items() if not k.startswith("parallel.")}
@@ -37,7 +29,7 @@ def reference(folder: Path, cell: JobCell) -> tuple[Path, Fitted]:
     if rows is not None:
         flags["train.micro_batch"] = rows
     job = feature.job(folder)
-    return job, fit_reference(job, **feature.merged(flags))
+    return job, runs.fit_reference(job, **feature.merged(flags))
 
 
 def numbers(job: Path) -> dict[str, list[Any]]:
@@ -70,10 +62,10 @@ def test_F38_a_run_equals_one_process(tmp_path: Path, cell: JobCell) -> None:
     feature, layout = FEATURES[cell.feature], LAYOUTS[cell.layout]
     alone, wanted = reference(tmp_path / "alone", cell)
     many = feature.job(tmp_path / "many")
-    ran = fit_on_ranks(layout.world, many, feature.callback, **feature.merged(layout.flags))
+    ran = runs.fit_on_ranks(layout.world, many, feature.callback, **feature.merged(layout.flags))
     assert {(one.code, one.step) for one in ran} == {(wanted.code, wanted.step)}, ran[0].problems
-    assert_close(together(ran), wanted.weights, feature.bound, floor=1e-11)
-    assert_same_rows(columns(many), columns(alone))
+    runs.assert_close(runs.together(ran), wanted.weights, feature.bound, floor=1e-11)
+    runs.assert_same_rows(runs.columns(many), runs.columns(alone))
     got, expected = (numbers(job) for job in (many, alone))
     assert got.keys() == expected.keys()
     assert {*feature.columns, *feature.rough_columns} <= {name.partition("[")[0] for name in got}

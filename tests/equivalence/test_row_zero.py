@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from forge_core.families import LLAMA, QWEN3, Family
 from forge_core.optim import MuonConfig
 from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize
 from forge_testing.decay import groups_by_decay
-from forge_testing.runs import assert_trained_alike, relative_error
+from forge_testing.runs import assert_trained_alike, random_batches, relative_error
 
 pytestmark = pytest.mark.lane("test")
 
@@ -45,9 +46,7 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 CASES: dict[str, tuple[Family, type, dict[str, Any]]] = {
     "llama": (LLAMA, LlamaConfig, {}),
@@ -63,16 +62,7 @@ class Run:
     weights: dict[str, Tensor]
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    """Random tokens and labels; about a fifth of the labels, differently many a row, are ignored."""
-    generator = torch.Generator().manual_seed(7)
-    found = []
-    for _ in range(STEPS):
-        tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
-        labels = tokens[:, 1:].clone()
-        labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
-        found.append((tokens[:, :-1], labels))
-    return found
+batches = partial(random_batches, 7, STEPS, (BATCH, SEQ), VOCAB)
 
 
 def reference_model(case: str) -> Any:

@@ -25,16 +25,7 @@ from transformers import (
 )
 
 from forge_ckpt.hf import to_forge, to_hf
-from forge_moe import MoE, MoEConfig
-from forge_moe.families import (
-    DEEPSEEK_V3,
-    GLM4_MOE,
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
-    BlockFamily,
-)
+from forge_moe import MoE, MoEConfig, families
 
 pytestmark = pytest.mark.lane("test")
 
@@ -46,35 +37,24 @@ SHAPE: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 QWEN = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 DEEPSEEK = {
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "n_group": 4,
-    "topk_group": 2,
-    "moe_intermediate_size": 24,
-    "intermediate_size": 40,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
+    **{"n_routed_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+    **{"moe_intermediate_size": 24, "intermediate_size": 40, "n_shared_experts": 2},
+    **{"first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8},
+    **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
 }
-CASES: dict[str, tuple[BlockFamily, type, dict[str, Any], tuple[int, ...]]] = {
+CASES: dict[str, tuple[families.BlockFamily, type, dict[str, Any], tuple[int, ...]]] = {
     "mixtral": (
-        MIXTRAL,
+        families.MIXTRAL,
         MixtralConfig,
         {"intermediate_size": 40, "num_local_experts": 8},
         (0, 1, 2),
     ),
     "qwen2_moe": (
-        QWEN2_MOE,
+        families.QWEN2_MOE,
         Qwen2MoeConfig,
         {
             **QWEN,
@@ -85,32 +65,32 @@ CASES: dict[str, tuple[BlockFamily, type, dict[str, Any], tuple[int, ...]]] = {
         (1,),
     ),
     "qwen2_moe_normalised": (
-        QWEN2_MOE,
+        families.QWEN2_MOE,
         Qwen2MoeConfig,
         {**QWEN, "shared_expert_intermediate_size": 20, "norm_topk_prob": True},
         (0, 1, 2),
     ),
     "qwen3_moe": (
-        QWEN3_MOE,
+        families.QWEN3_MOE,
         Qwen3MoeConfig,
         {**QWEN, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
         (0, 2),
     ),
     "olmoe": (
-        OLMOE,
+        families.OLMOE,
         OlmoeConfig,
         {"num_experts": 12, "num_experts_per_tok": 4, "intermediate_size": 24},
         (0, 1, 2),
     ),
-    "deepseek_v3": (DEEPSEEK_V3, DeepseekV3Config, DEEPSEEK, (1, 2)),
+    "deepseek_v3": (families.DEEPSEEK_V3, DeepseekV3Config, DEEPSEEK, (1, 2)),
     "deepseek_v3_raw": (
-        DEEPSEEK_V3,
+        families.DEEPSEEK_V3,
         DeepseekV3Config,
         {**DEEPSEEK, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
         (1, 2),
     ),
     "glm4_moe": (
-        GLM4_MOE,
+        families.GLM4_MOE,
         Glm4MoeConfig,
         {**{k: v for k, v in DEEPSEEK.items() if not k.endswith(("rank", "dim"))}, "head_dim": 16},
         (1, 2),

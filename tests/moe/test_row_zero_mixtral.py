@@ -12,6 +12,7 @@ the logits of the second and the third expert of each token are over 1e-3 apart,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
+import forge_core
 from forge_ckpt.hf import to_forge, to_hf
-from forge_core import (
-    OptimizerConfig,
-    Transformer,
-    TransformerConfig,
-    build_optimizer,
-    cross_entropy,
-)
 from forge_core.families import LLAMA
 from forge_moe import MoE
 from forge_moe.families import MIXTRAL
 from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize
 from forge_testing.decay import groups_by_decay
-from forge_testing.runs import assert_trained_alike
+from forge_testing.runs import assert_trained_alike, random_batches
 
 pytestmark = pytest.mark.lane("test")
 
@@ -43,19 +38,11 @@ BOUND, MARGIN = 1e-5, 1e-3
 STEPS, BATCH, SEQ, VOCAB, SEED = 20, 4, 16, 96, 8
 LR, BETAS, EPS, DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-4, 0.1, 1.0
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"num_local_experts": 4, "num_experts_per_tok": 2},
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 
 
@@ -67,16 +54,7 @@ class Run:
     weights: dict[str, Tensor] = field(default_factory=dict)
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    """Random tokens and labels; about a fifth of the labels, differently many a row, are ignored."""
-    generator = torch.Generator().manual_seed(SEED)
-    found = []
-    for _ in range(STEPS):
-        tokens = torch.randint(0, VOCAB, (BATCH, SEQ + 1), generator=generator)
-        labels = tokens[:, 1:].clone()
-        labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
-        found.append((tokens[:, :-1], labels))
-    return found
+batches = partial(random_batches, SEED, STEPS, (BATCH, SEQ), VOCAB)
 
 
 def reference_model() -> Any:
@@ -120,13 +98,13 @@ def train_reference(model: Any, folder: Path) -> Run:
     return run
 
 
-def train_forge(model: Transformer, rows: Any) -> Run:
+def train_forge(model: forge_core.Transformer, rows: Any) -> Run:
     parallelize(model, ParallelConfig(device="cpu", precision="fp32"))
-    config = OptimizerConfig(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-    optimizer = build_optimizer(model, config)
+    config = forge_core.OptimizerConfig(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    optimizer = forge_core.build_optimizer(model, config)
     run = Run()
     for tokens, labels in batches():
-        loss = cross_entropy(model(tokens), labels).mean
+        loss = forge_core.cross_entropy(model(tokens), labels).mean
         loss.backward()
         run.norms.append(float(clip_grad_norm_(model.parameters(), MAX_NORM)))
         run.losses.append(float(loss.detach()))
@@ -146,13 +124,13 @@ EXPERT_KEYS = (
 )
 
 
-def forge_model(reference: Any, start: dict[str, Tensor]) -> tuple[Transformer, Any]:
+def forge_model(reference: Any, start: dict[str, Tensor]) -> tuple[forge_core.Transformer, Any]:
     """Attention and norms are Llama's, the feed-forwards are the experts'."""
     hf = reference.config.to_dict()
     moe = MIXTRAL.config_from_hf(hf)
     dense = {key: value for key, value in hf.items() if key not in EXPERT_KEYS}
-    config: TransformerConfig = LLAMA.config_from_hf({**dense, "model_type": "llama"})
-    model = Transformer(config, feed_forward=lambda _: MoE(moe))
+    config: forge_core.TransformerConfig = LLAMA.config_from_hf({**dense, "model_type": "llama"})
+    model = forge_core.Transformer(config, feed_forward=lambda _: MoE(moe))
     rows = LLAMA.rows + MIXTRAL.rows_of(moe)
     model.load_state_dict(dict(to_forge(rows, start.items())))
     return model, rows

@@ -10,17 +10,8 @@ import torch
 
 from forge_core import generate
 from forge_moe import MoE, MoEConfig, aux_losses
+from forge_testing import runs
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_close,
-    assert_same_rows,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    fit_reference,
-    make_job,
-    together,
-)
 from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
 from forge_train.build.build import build_model
 from forge_train.build.layout import layout_problems
@@ -50,9 +41,9 @@ HIERARCHICAL = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One process, undisturbed."""
-    job = make_job(tmp_path_factory.mktemp("alone"), MOE)
-    fitted = fit_reference(job)
-    return columns(job), fitted, read_run(job.parent / "run").metrics
+    job = runs.make_job(tmp_path_factory.mktemp("alone"), MOE)
+    fitted = runs.fit_reference(job)
+    return runs.columns(job), fitted, read_run(job.parent / "run").metrics
 
 
 def test_F147_router_losses_do_not_depend_on_micro_batches_of_rows_with_padding(
@@ -61,36 +52,38 @@ def test_F147_router_losses_do_not_depend_on_micro_batches_of_rows_with_padding(
     """Micro-batches of two rows and of all; the layouts are in tests/equivalence."""
     found = []
     for rows in (2, 12):
-        job = make_job(tmp_path / str(rows), "[model.moe]\nnum_experts = 4\n")
+        job = runs.make_job(tmp_path / str(rows), "[model.moe]\nnum_experts = 4\n")
         keys = {"data.sources.text.name": "tests.use.test_fused_loss:Padded", "model.vocab_size": 64,
                 "model.moe.z_loss_weight": 1.0, "train.steps": 2, "train.micro_batch": rows,
                 "eval.every_steps": 0, "checkpoint.every_steps": 0, "sample.max_new_tokens": 0}  # fmt: skip
-        found.append(fit_reference(job, **keys).weights)
-    assert_close(*found)
+        found.append(runs.fit_reference(job, **keys).weights)
+    runs.assert_close(*found)
 
 
 @pytest.mark.slow
 def test_F02_rows_that_cross_nodes_once_train_as_in_one_process(tmp_path: Path, alone: Any) -> None:
     """Other layouts of experts are in tests/equivalence; this one needs nodes."""
-    job = make_job(tmp_path, MOE)
-    fitted = fit_on_ranks(4, job, **HIERARCHICAL)
-    assert_close(together(fitted), alone[1].weights)
-    assert_same_rows(columns(job), alone[0])
+    job = runs.make_job(tmp_path, MOE)
+    fitted = runs.fit_on_ranks(4, job, **HIERARCHICAL)
+    runs.assert_close(runs.together(fitted), alone[1].weights)
+    runs.assert_same_rows(runs.columns(job), alone[0])
 
 
 @pytest.mark.slow
 def test_F31_saved_with_experts_on_four_ranks_goes_on_with_them_on_one(
     tmp_path: Path, alone: Any
 ) -> None:
-    job = make_job(tmp_path, MOE)
-    stopped = fit_on_ranks(4, job, None, parallel__ep=4, train__steps=12, checkpoint__keep_last=9)
+    job = runs.make_job(tmp_path, MOE)
+    stopped = runs.fit_on_ranks(
+        4, job, None, parallel__ep=4, train__steps=12, checkpoint__keep_last=9
+    )
     assert [f.code for f in stopped] == [0] * 4
     for step in ("step-00000012", "step-00000009"):  # go back to step 6
         folder = tmp_path / "run/checkpoints" / step
         folder.rename(tmp_path / step)
-    fitted = fit_alone(job)
-    assert_same_rows(columns(job), alone[0])
-    assert_close(fitted.weights, alone[1].weights)
+    fitted = runs.fit_alone(job)
+    runs.assert_same_rows(runs.columns(job), alone[0])
+    runs.assert_close(fitted.weights, alone[1].weights)
     model, _, step = load_trained(tmp_path / "run")
     assert step == 12
     bias = dict(model.named_buffers())["layers.0.feed_forward.router.expert_bias"]
@@ -107,8 +100,10 @@ def test_metrics_show_biases_loads_and_drops_of_each_mixture(alone: Any) -> None
 
 def test_weights_in_fp32_on_a_gpu_are_read_without_kernels_of_16_bits(tmp_path: Path) -> None:
     """`generate` and `eval` refused runs whose experts multiply by grouped_mm or float8, which GPUs have in bf16 alone."""
-    job = make_job(tmp_path, MOE)
-    fit_alone(job, **{"model.moe.backend": "float8", "train.steps": 1, "metrics.console": "off"})
+    job = runs.make_job(tmp_path, MOE)
+    runs.fit_alone(
+        job, **{"model.moe.backend": "float8", "train.steps": 1, "metrics.console": "off"}
+    )
     for kernels, backend in ((True, "float8"), (False, "auto")):
         model, config, _ = _build(RunDirectory(tmp_path / "run"), kernels)
         assert {m.config.backend for m in model.modules() if isinstance(m, MoE)} == {backend}
@@ -116,7 +111,7 @@ def test_weights_in_fp32_on_a_gpu_are_read_without_kernels_of_16_bits(tmp_path: 
 
 
 def test_layouts_that_do_not_fit_are_rejected(tmp_path: Path) -> None:
-    job = make_job(tmp_path, MOE)
+    job = runs.make_job(tmp_path, MOE)
     for ep, experts in ((3, 8), (4, 6), (2, 0)):
         overrides = {"parallel.ep": ep, "model.moe.num_experts": experts}
         (problem, *_) = layout_problems(load_job(job, overrides).config, 4)
@@ -159,11 +154,11 @@ class WatchRouter(Callback):
 @pytest.mark.slow
 def test_bf16_keeps_the_router_in_fp32_and_is_near_fp32(tmp_path: Path, alone: Any) -> None:
     """With experts over two ranks, and each of these twice."""
-    job = make_job(tmp_path, MOE)
-    fitted = fit_on_ranks(4, job, WatchRouter, parallel__precision="bf16", parallel__ep=2)
+    job = runs.make_job(tmp_path, MOE)
+    fitted = runs.fit_on_ranks(4, job, WatchRouter, parallel__precision="bf16", parallel__ep=2)
     assert [f.code for f in fitted] == [0] * 4
     # routes near a tie may flip in bf16; over twelve steps of a tiny model the loss stays within 1 %
-    assert columns(job)["loss"] == pytest.approx(alone[0]["loss"], rel=1e-2)
+    assert runs.columns(job)["loss"] == pytest.approx(alone[0]["loss"], rel=1e-2)
 
 
 @pytest.mark.slow
@@ -171,8 +166,8 @@ def test_an_evaluation_keeps_what_experts_counted(tmp_path: Path) -> None:
     """A row covers the training of its three steps, whether or not an evaluation followed the one before."""
     found = []
     for every in (3, 0):
-        job = make_job(tmp_path / str(every), MOE)
-        fit_alone(
+        job = runs.make_job(tmp_path / str(every), MOE)
+        runs.fit_alone(
             job, **{"metrics.console": "off", "metrics.every_steps": 3, "eval.every_steps": every}
         )
         rows = read_run(job.parent / "run").metrics
@@ -207,7 +202,7 @@ class NanInStep3(Callback):
 
 def test_a_skipped_step_keeps_the_biases_of_experts(tmp_path: Path) -> None:
     NanInStep3.seen.clear()
-    job = make_job(tmp_path, MOE)
+    job = runs.make_job(tmp_path, MOE)
     options = {"metrics.console": "off", "train.steps": 4, "train.max_skipped_steps": 2}
     trainer = Trainer(load_job(job, options), [NanInStep3()])
     trainer.fit()
@@ -237,10 +232,10 @@ def test_F91_val_loss_is_that_of_the_rows_on_any_ranks_and_micro_batches(
     options["model.moe.route_scale"] = 30.0  # experts weigh more than they do at the start
     losses = []
     for world, rows in ((1, 1), (1, 2), (1, 4), (2, 2)):
-        job = make_job(tmp_path / f"{world}-{rows}", MOE)
-        fitted = fit_on_ranks(world, job, None, **options, **{"train.micro_batch": rows})
+        job = runs.make_job(tmp_path / f"{world}-{rows}", MOE)
+        fitted = runs.fit_on_ranks(world, job, None, **options, **{"train.micro_batch": rows})
         assert [f.code for f in fitted] == [0] * world
-        losses.append(columns(job)["val_loss"][-1])
+        losses.append(runs.columns(job)["val_loss"][-1])
     assert losses == pytest.approx(losses[:1] * len(losses), rel=1e-6)
 
 

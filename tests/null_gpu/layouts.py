@@ -162,7 +162,7 @@ def _figures(ended: Ended) -> dict[str, Any]:
     """Kernels and collectives of a steady step of rank 0; waits by phase, of each function where there are most."""
     waits: dict[str, Counter[str]] = {}
     for record in ended.records:
-        for phase, found in _waits(record).items():
+        for phase, found in waits_of_rank(record).items():
             waits[phase] = waits.get(phase, Counter()) | found  # the larger of both
     counts = ended.records[0]["steps"][str(STEADY[-1])]
     return {
@@ -172,19 +172,19 @@ def _figures(ended: Ended) -> dict[str, Any]:
     }
 
 
-def _waits(record: Mapping[str, Any]) -> dict[str, Counter[str]]:
-    """Of one rank: those of a steady step, and those of the row, evaluation and save at one step.
+def waits_of_rank(record: Mapping[str, Any]) -> dict[str, Counter[str]]:
+    """Of one rank: those of a steady step, of the first row and save, and of the last evaluation, as kernels are compiled in the first.
 
     The row of a step is read in the next one.
     """
     found: dict[str, Counter[str]] = {}
     for phase, step, function, times in record["waits"]:
-        table = found.setdefault(phase, Counter())
-        if phase == "step" and step in STEADY:
-            table[function] = max(table[function], times)
-        elif phase != "step" and step in (EVERY, EVERY + 1):
-            table[function] += times
-    return {phase: table for phase, table in found.items() if table}
+        steps = {"step": STEADY, "evaluation": (STEPS,)}.get(phase, (EVERY, EVERY + 1))
+        if step in steps:
+            table = found.setdefault(phase, Counter())
+            before = table[function]
+            table[function] = max(before, times) if phase == "step" else before + times
+    return found
 
 
 def _kernels(counts: Mapping[str, int]) -> int:

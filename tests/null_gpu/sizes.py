@@ -16,10 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from functools import partial
+from textwrap import dedent
 from typing import Any
 
 from tests.null_gpu import device
@@ -150,7 +152,8 @@ def page(kept: Mapping[str, Any]) -> str:
 
     rows, places = kept["steps"], kept["places"]
     commits = sorted({row["commit"] for row in rows.values()})
-    found = f"# Steps at real sizes\n\n{__doc__}\nWritten by `hatch run null-gpu sizes --write`, commit {', '.join(commits)}.\n\n"
+    usage = re.sub(r"(?m)(?:^ {4}.*\n)+", lambda m: f"```bash\n{dedent(m[0])}```\n", __doc__ or "")
+    found = f"# Steps at real sizes\n\n{usage}\nWritten by `hatch run null-gpu sizes --write`, commit {', '.join(commits)}.\n\n"
     found += "| one step of a rank | kernels | matmuls | GB moved | TFLOP of matmuls | waits | units: GB gathered, largest, alive | peak GB, at 0262d1bc | largest tensor |\n"
     found += "|---|---:|---:|---:|---:|---:|---|---:|---|\n"
     for name, r in rows.items():

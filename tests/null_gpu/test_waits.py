@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tests.null_gpu import device
 from tests.null_gpu.jobs import JOBS
-from tests.null_gpu.layouts import measure
+from tests.null_gpu.layouts import measure, waits_of_rank
 from tests.null_gpu.ranks import NullRanks
 from tests.null_gpu.waits import fewer, page, problems
 
@@ -58,6 +58,14 @@ def test_a_step_with_more_kernels_is_red_and_one_with_fewer_is_reported() -> Non
     assert fewer(kept | {"kernels": 10}, kept) == []
     assert list(problems(kept | {"kernels": 8}, kept, "")) == []
     assert len(fewer(kept | {"kernels": 8}, kept)) == 1
+
+
+def test_waits_are_those_of_steady_steps_and_of_evaluations_whose_kernels_are_compiled() -> None:
+    found = waits_of_rank(
+        {"waits": [["step", 1, "m:f", 3], ["step", 6, "m:f", 1], ["step", 7, "m:f", 2], ["evaluation", 4, "m:f", 5],
+                   ["evaluation", 8, "m:f", 1], ["row", 4, "m:f", 1], ["row", 5, "m:f", 1], ["save", 8, "m:f", 1]]}
+    )  # fmt: skip
+    assert found == {"step": {"m:f": 2}, "evaluation": {"m:f": 1}, "row": {"m:f": 2}}
 
 
 def test_a_step_that_waits_is_red_without_a_reason_whatever_the_table_holds() -> None:

@@ -27,9 +27,7 @@ from forge_data import (
     PackedStream,
     TokenFiles,
 )
-from forge_data import (
-    protocols as data,
-)
+from forge_data import protocols as data
 from forge_moe import LocalDispatch, MoE, RoutingRule
 from forge_moe import protocols as moe
 from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch

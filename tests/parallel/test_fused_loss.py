@@ -13,13 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge_core import (
-    Transformer,
-    TransformerConfig,
-    cross_entropy,
-    fused_cross_entropy,
-    initialize,
-)
+import forge_core
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes import vocab_cross_entropy
 from forge_testing import device, run_on_ranks
@@ -38,15 +32,15 @@ def full(value: Any) -> Tensor:
 
 
 def errors(layout: dict[str, int], tied: bool) -> dict[str, float]:
-    plain = Transformer(
-        TransformerConfig(V, dim=32, num_layers=2, num_heads=4, tie_embeddings=tied)
+    plain = forge_core.Transformer(
+        forge_core.TransformerConfig(V, dim=32, num_layers=2, num_heads=4, tie_embeddings=tied)
     )
-    initialize(plain.to(device()), 1, std=0.2)
+    forge_core.initialize(plain.to(device()), 1, std=0.2)
     tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(0)).to(
         device()
     )
     tokens, labels = tokens[:, :-1], tokens[:, 1:]
-    wanted = cross_entropy(plain(tokens), labels).sum / (B * S)
+    wanted = forge_core.cross_entropy(plain(tokens), labels).sum / (B * S)
     wanted.backward()
     config = ParallelConfig(device=device().type, precision="fp32", **layout)
     meshes = make_meshes(config)
@@ -61,7 +55,7 @@ def errors(layout: dict[str, int], tied: bool) -> dict[str, float]:
         assert type(weight) in (Tensor, torch.nn.Parameter)  # not a shard
         if meshes.tp.size > 1:
             return vocab_cross_entropy(F.linear(x, weight), labels, meshes.tp).sum
-        return fused_cross_entropy(x, weight, labels[rows]).sum
+        return forge_core.fused_cross_entropy(x, weight, labels[rows]).sum
 
     total = model(tokens[rows], positions=None, loss=loss) / (B * S)
     total.backward()

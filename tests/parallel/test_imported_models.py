@@ -16,17 +16,8 @@ from torch import Tensor, nn
 
 from forge_core import Transformer, TransformerConfig
 from forge_moe import MoE, MoEConfig
+from forge_testing import runs
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    Fitted,
-    assert_close,
-    assert_same_rows,
-    columns,
-    fit_on_ranks,
-    fit_reference,
-    make_job,
-    together,
-)
 from forge_train import Trainer, load_job, load_trained
 from forge_train.errors import ConfigError
 
@@ -137,10 +128,10 @@ def keys(kind: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fitted]:
-    job = make_job(tmp_path_factory.mktemp("stirred"))
-    fitted = fit_reference(job, **keys("stirred"))
-    return columns(job), fitted
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], runs.Fitted]:
+    job = runs.make_job(tmp_path_factory.mktemp("stirred"))
+    fitted = runs.fit_reference(job, **keys("stirred"))
+    return runs.columns(job), fitted
 
 
 @pytest.mark.slow
@@ -148,16 +139,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fi
 def test_saved_in_one_layout_goes_on_in_another(
     tmp_path: Path, alone: Any, first: str, then: str
 ) -> None:
-    job = make_job(tmp_path)
+    job = runs.make_job(tmp_path)
     keep = {"checkpoint.keep_last": 9}
     world, options = LAYOUTS[first]
-    together(fit_on_ranks(world, job, **keep, **keys("stirred", options)))
+    runs.together(runs.fit_on_ranks(world, job, **keep, **keys("stirred", options)))
     for step in ("step-00000012", "step-00000009"):  # go back to step 6
         (tmp_path / "run/checkpoints" / step).rename(tmp_path / step)
     world, options = LAYOUTS[then]
-    weights = together(fit_on_ranks(world, job, **keys("stirred", options)))
-    assert_close(weights, alone[1].weights)
-    assert_same_rows(columns(job), alone[0])
+    weights = runs.together(runs.fit_on_ranks(world, job, **keys("stirred", options)))
+    runs.assert_close(weights, alone[1].weights)
+    runs.assert_same_rows(runs.columns(job), alone[0])
     model, _, step = load_trained(tmp_path / "run")
     assert step == 12
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
@@ -222,4 +213,4 @@ def test_missing_methods_of_a_model_are_reported_before_a_process_group_exists(
     path = name if ":" in name else f"{__name__}:{name}"
     flat = {**keys("none", layout), "model.name": path, "train.micro_batch": 1}
     with rejects(*wanted, kind=ConfigError):
-        Trainer(load_job(make_job(tmp_path), flat))
+        Trainer(load_job(runs.make_job(tmp_path), flat))

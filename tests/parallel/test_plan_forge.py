@@ -23,13 +23,7 @@ from forge_core import (
 from forge_core.model import LayerType, MLAConfig
 from forge_core.optim import EMAConfig
 from forge_moe.model_section import MoESection
-from forge_parallel import (
-    ParallelConfig,
-    make_meshes,
-    materialize,
-    parallelize,
-    store_parameters,
-)
+from forge_parallel import ParallelConfig, make_meshes, materialize, parallelize, store_parameters
 from forge_parallel.plan import (
     Candidate,
     Profile,
@@ -41,6 +35,7 @@ from forge_parallel.plan import (
     trace,
 )
 from forge_testing import device, run_on_ranks
+from forge_testing.counts import bytes_kept
 from forge_testing.problems import rejects
 from forge_testing.processes import forge_train
 from forge_testing.runs import make_job
@@ -117,17 +112,8 @@ def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype
         if getattr(module, "compute_dtype", None) is None:  # a router stays in fp32
             for p in module.parameters(recurse=False):
                 p.data = p.data.to(dtype)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(torch.randint(0, 256, (2, SEQ), generator=torch.Generator().manual_seed(0)))
-    measured = sum(t.untyped_storage().nbytes() for t in saved.values())
+    tokens = torch.randint(0, 256, (2, SEQ), generator=torch.Generator().manual_seed(0))
+    measured = bytes_kept(model, tokens)
     said = found.first.saved + found.last.saved + found.shared + blocks
     assert said == pytest.approx(measured, rel=0.1)
 

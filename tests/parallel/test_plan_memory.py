@@ -6,7 +6,7 @@ The peaks were measured on a GPU that computes nothing (`hatch run null-gpu memo
 from __future__ import annotations
 
 import pytest
-from tests.null_gpu.memory import is_near, plan, rows
+from tests.null_gpu.memory import is_near, plan, rises, rows
 from tests.null_gpu.memory_rows import JOBS, PRESETS, Job
 
 pytestmark = pytest.mark.lane("test")
@@ -17,6 +17,10 @@ KEPT = rows()
 def test_F118_every_preset_of_one_gpu_is_measured() -> None:
     assert PRESETS
     assert {job.name for job in PRESETS} <= KEPT.keys()
+
+
+def test_a_peak_rises_from_2_percent_on() -> None:
+    assert [rises(peak, 1000) for peak in (900, 1000, 1020, 1021)] == [False, False, False, True]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,14 @@ SMALL = {
     "resilience__replicas__every_steps": 2,
 }
 STEP, RANK = 4, 1
+BIAS = "layers.1.feed_forward.router.expert_bias"
 
 
 class FlippedBit(Callback):
     """After step 4 one bit of the tensor `name` of rank 1 is another."""
 
-    name = ""
-    after_seal = False
+    def __init__(self, name: str, after_seal: bool = False) -> None:
+        self.name, self.after_seal = name, after_seal
 
     def on_start(self, trainer: Trainer) -> None:
         if self.after_seal:
@@ -63,34 +65,6 @@ class FlippedBit(Callback):
         local.detach().view(-1)[:1].view(torch.uint8)[2] ^= 1
 
 
-class InNorm(FlippedBit):
-    name = "layers.1.mixer_norm.weight"
-
-
-class InHead(FlippedBit):
-    name = "lm_head.weight"
-
-
-class InMoment(FlippedBit):
-    name = "embedding.weight.exp_avg_sq"
-
-
-class InMomentOfNorm(FlippedBit):
-    name = "layers.0.mixer_norm.weight.exp_avg"
-
-
-class InExpert(FlippedBit):
-    name = "layers.1.feed_forward.experts.up_proj"
-
-
-class InBias(FlippedBit):
-    name = "layers.1.feed_forward.router.expert_bias"
-
-
-class InMemory(InHead):
-    after_seal = True
-
-
 def run(folder: Path, world: int, layout: dict[str, Any], callback: Any = None, extra: str = "", **more: Any) -> list[Fitted]:  # fmt: skip
     options = {f"parallel__{key}": value for key, value in layout.items()}
     job = make_job(folder, extra)
@@ -101,27 +75,37 @@ def mismatches(folder: Path) -> list[dict[str, Any]]:
     return [e for e in read_run(folder / "run").events if e["event"] == "mismatch"]
 
 
-CASES: dict[str, tuple[int, dict[str, Any], type[FlippedBit], list[int]]] = {
-    "three copies": (3, {"dp_replicate": 3}, InMoment, [RANK]),
-    "norms of tp": (2, {"tp": 2}, InNorm, [0, 1]),
-    "norms of stages with tp": (4, {"pp": 2, "tp": 2}, InMomentOfNorm, [0, 1]),
-    "experts of dp": (4, {"dp_replicate": 2, "ep": 2}, InExpert, [1, 3]),
-    "buffer of all": (4, {"ep": 2}, InBias, [RANK]),
+CASES: dict[str, tuple[int, dict[str, Any], str, list[int]]] = {
+    "three copies": (3, {"dp_replicate": 3}, "embedding.weight.exp_avg_sq", [RANK]),
+    "norms of tp": (2, {"tp": 2}, "layers.1.mixer_norm.weight", [0, 1]),
+    "norms of stages with tp": (
+        4,
+        {"pp": 2, "tp": 2},
+        "layers.0.mixer_norm.weight.exp_avg",
+        [0, 1],
+    ),
+    "experts of dp": (
+        4,
+        {"dp_replicate": 2, "ep": 2},
+        "layers.1.feed_forward.experts.up_proj",
+        [1, 3],
+    ),
+    "buffer of all": (4, {"ep": 2}, BIAS, [RANK]),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path: Path, case: str) -> None:
-    world, layout, callback, ranks = CASES[case]
-    fitted = run(tmp_path, world, layout, callback, MOE if "ep" in layout else "")
+    world, layout, name, ranks = CASES[case]
+    fitted = run(tmp_path, world, layout, partial(FlippedBit, name), MOE if "ep" in layout else "")
     assert {(f.code, f.step) for f in fitted} == {(ExitCode.HARDWARE, STEP)}
     assert len({f.problems for f in fitted}) == 1
-    assert f"step {STEP}: {callback.name} " in fitted[0].problems[0]
+    assert f"step {STEP}: {name} " in fitted[0].problems[0]
     # of a buffer that a model's own forward writes each rank has its own
-    assert ("persistent=False" in fitted[0].problems[0]) == (callback is InBias)
+    assert ("persistent=False" in fitted[0].problems[0]) == (name == BIAS)
     (event,) = mismatches(tmp_path)
-    assert (event["kind"], event["ranks"], event["tensor"]) == ("replicas", ranks, callback.name)
+    assert (event["kind"], event["ranks"], event["tensor"]) == ("replicas", ranks, name)
     assert event["rank"] == (RANK if len(ranks) == 1 else None)
     saved = [e["step"] for e in read_run(tmp_path / "run").events if e["event"] == "save"]
     assert saved == [3]
@@ -133,7 +117,7 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path: Path, case: str
 def test_memory_of_a_shard_that_changes_before_the_next_forward(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:
-    fitted = run(tmp_path, 2, layout, InMemory)
+    fitted = run(tmp_path, 2, layout, partial(FlippedBit, "lm_head.weight", after_seal=True))
     assert [f.code for f in fitted] == [ExitCode.HARDWARE] * 2
     assert "lm_head.weight of rank 1 " in fitted[0].problems[0]
     (event,) = mismatches(tmp_path)
@@ -143,7 +127,13 @@ def test_memory_of_a_shard_that_changes_before_the_next_forward(
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_a_warning_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
-    fitted = run(tmp_path, 2, {"dp_replicate": 2}, InHead, resilience__replicas__action="warn")
+    fitted = run(
+        tmp_path,
+        2,
+        {"dp_replicate": 2},
+        partial(FlippedBit, "lm_head.weight"),
+        resilience__replicas__action="warn",
+    )
     assert [(f.code, f.step) for f in fitted] == [(0, 6)] * 2
     assert [e["step"] for e in mismatches(tmp_path)] == [4, 6]
 

@@ -12,19 +12,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from forge_ckpt import ForgeReader, Store
 from forge_core import Transformer, TransformerConfig
 from forge_parallel import ParallelConfig, parallelize
-from forge_testing import device, run_on_ranks
+from forge_testing import device, run_on_ranks, runs
 from forge_testing.jobs import MIXTURE
-from forge_testing.runs import (
-    Fitted,
-    assert_close,
-    assert_same_rows,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    fit_reference,
-    make_job,
-    together,
-)
 from forge_train import load_trained
 
 pytestmark = pytest.mark.distributed
@@ -48,11 +37,11 @@ def flat(**more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fitted]:
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], runs.Fitted]:
     """One process, undisturbed."""
-    job = make_job(tmp_path_factory.mktemp("mixture"), MIXTURE)
-    fitted = fit_reference(job, **flat())
-    return columns(job), fitted
+    job = runs.make_job(tmp_path_factory.mktemp("mixture"), MIXTURE)
+    fitted = runs.fit_reference(job, **flat())
+    return runs.columns(job), fitted
 
 
 OWN = {"optimizer__name": "forge_testing.models:NamedSGD", "optimizer__lr": 0.1}
@@ -63,24 +52,24 @@ def test_an_optimizer_from_outside_whose_state_has_names_goes_on_with_other_stag
     tmp_path: Path,
 ) -> None:
     """Saved by two stages, gone on with by one process, and the other way round."""
-    whole, piped = make_job(tmp_path / "whole", DENSE), {**overrides({"pp": 2}), **OWN}
-    wanted = fit_reference(whole, **flat(**OWN))
+    whole, piped = runs.make_job(tmp_path / "whole", DENSE), {**overrides({"pp": 2}), **OWN}
+    wanted = runs.fit_reference(whole, **flat(**OWN))
     assert any(name.endswith(".momentum") for name in wanted.weights)
     for order in ("stages first", "stages last"):
-        job = make_job(tmp_path / order, DENSE)
+        job = runs.make_job(tmp_path / order, DENSE)
         first = order == "stages first"
         if first:
-            together(fit_on_ranks(2, job, **piped))
+            runs.together(runs.fit_on_ranks(2, job, **piped))
         else:
-            fit_alone(job, **flat(**OWN))
+            runs.fit_alone(job, **flat(**OWN))
         newest = max((job.parent / "run/checkpoints").glob("step-*"))
         newest.rename(job.parent / newest.name)  # go back to the one before
         if first:
-            found = fit_alone(job, **flat(**OWN)).weights
+            found = runs.fit_alone(job, **flat(**OWN)).weights
         else:
-            found = together(fit_on_ranks(2, job, **piped))
-        assert_close(found, wanted.weights)
-        assert_same_rows(columns(job), columns(whole))
+            found = runs.together(runs.fit_on_ranks(2, job, **piped))
+        runs.assert_close(found, wanted.weights)
+        runs.assert_same_rows(runs.columns(job), runs.columns(whole))
 
 
 @pytest.mark.slow
@@ -96,18 +85,18 @@ def test_an_optimizer_from_outside_whose_state_has_names_goes_on_with_other_stag
 def test_saved_in_one_layout_goes_on_in_another(
     tmp_path: Path, mixture: Any, first: Any, then: Any
 ) -> None:
-    job = make_job(tmp_path, MIXTURE)
+    job = runs.make_job(tmp_path, MIXTURE)
     keep = {"train__steps": 12, "checkpoint__keep_last": 9}
-    stopped = fit_on_ranks(first[0], job, **keep, **overrides(first[1]))
+    stopped = runs.fit_on_ranks(first[0], job, **keep, **overrides(first[1]))
     assert all(f.code == 0 and f.problems == () for f in stopped)
     for step in ("step-00000012", "step-00000009"):  # go back to step 6
         (tmp_path / "run/checkpoints" / step).rename(tmp_path / step)
     if then[0] == 1:
-        weights = fit_alone(job, **flat()).weights
+        weights = runs.fit_alone(job, **flat()).weights
     else:
-        weights = together(fit_on_ranks(then[0], job, **overrides(then[1])))
-    assert_close(weights, mixture[1].weights)
-    assert_same_rows(columns(job), mixture[0])
+        weights = runs.together(runs.fit_on_ranks(then[0], job, **overrides(then[1])))
+    runs.assert_close(weights, mixture[1].weights)
+    runs.assert_same_rows(runs.columns(job), mixture[0])
     model, _, step = load_trained(tmp_path / "run")
     assert step == 12
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
@@ -138,11 +127,11 @@ def test_an_odd_vocabulary_over_tp_and_three_shards_is_saved_without_padding(
         "model__tie_embeddings": tied,
     }
     keep = {**overrides({}), **odd, "checkpoint__keep_last": 9}
-    one, six = make_job(tmp_path / "one", DENSE), make_job(tmp_path / "six", DENSE)
-    wanted = fit_reference(one, **flat(**keep)).weights
-    found = together(fit_on_ranks(6, six, **keep, parallel__tp=2))
-    assert_close(found, wanted)
-    assert_same_rows(columns(six), columns(one))
+    one, six = runs.make_job(tmp_path / "one", DENSE), runs.make_job(tmp_path / "six", DENSE)
+    wanted = runs.fit_reference(one, **flat(**keep)).weights
+    found = runs.together(runs.fit_on_ranks(6, six, **keep, parallel__tp=2))
+    runs.assert_close(found, wanted)
+    runs.assert_same_rows(runs.columns(six), runs.columns(one))
     model, _, _ = load_trained(six.parent / "run")
     assert all(torch.equal(p, found[n]) for n, p in model.named_parameters())
     saved = ForgeReader(six.parent / "run/checkpoints/step-00000012").read_metadata()
@@ -154,26 +143,26 @@ def test_an_odd_vocabulary_over_tp_and_three_shards_is_saved_without_padding(
         assert all(torch.equal(here[n], found[n]) for n in here)
     for step in ("step-00000012", "step-00000009"):  # go back to step 6
         (six.parent / "run/checkpoints" / step).rename(six.parent / step)
-    moved = fit_on_ranks(then[0], six, **{**overrides(then[1]), **keep})
-    assert_close(together(moved), wanted)
+    moved = runs.fit_on_ranks(then[0], six, **{**overrides(then[1]), **keep})
+    runs.assert_close(runs.together(moved), wanted)
 
 
 @pytest.mark.slow
 def test_ranks_share_a_head_and_checkpoints_hold_it_once(tmp_path: Path) -> None:
     """One key/value head over two ranks: trained, saved, gone on with by one process, bit by bit the same."""
     alike = flat(model__num_kv_heads=1)
-    one, two = make_job(tmp_path / "one", DENSE), make_job(tmp_path / "two", DENSE)
-    wanted = fit_reference(one, **alike).weights
+    one, two = runs.make_job(tmp_path / "one", DENSE), runs.make_job(tmp_path / "two", DENSE)
+    wanted = runs.fit_reference(one, **alike).weights
     layout = {**overrides({"tp": 2}), "model__num_kv_heads": 1, "checkpoint__keep_last": 9}
-    found = together(fit_on_ranks(2, two, **layout))  # the copies have the same bits
-    assert_close(found, wanted)
-    assert_same_rows(columns(two), columns(one))
+    found = runs.together(runs.fit_on_ranks(2, two, **layout))  # the copies have the same bits
+    runs.assert_close(found, wanted)
+    runs.assert_same_rows(runs.columns(two), runs.columns(one))
     model, _, _ = load_trained(two.parent / "run")
     assert all(torch.equal(p, found[n]) for n, p in model.named_parameters())
     assert model.get_parameter("layers.0.mixer.k_proj.weight").shape == (8, 32)
     for step in ("step-00000012", "step-00000009"):  # go back to step 6
         (two.parent / "run/checkpoints" / step).rename(two.parent / step)
-    assert_close(fit_alone(two, **alike).weights, wanted)
+    runs.assert_close(runs.fit_alone(two, **alike).weights, wanted)
 
 
 class Wide(torch.nn.Module):
@@ -205,34 +194,34 @@ def wide(vocab_size: int) -> Wide:
 def test_an_unsharded_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) -> None:
     losses = []
     for world, layout in ((1, {}), (2, {"tp": 2, "sequence_parallel": False})):
-        job = make_job(tmp_path / str(world))
+        job = runs.make_job(tmp_path / str(world))
         options = {f"parallel__{key}": value for key, value in layout.items()}
         name = {"model__name": f"{__name__}:wide", "sample__max_new_tokens": 0, "train__steps": 4}
-        fitted = fit_on_ranks(world, job, None, **name, **options)
-        together(fitted)  # all ranks end with the same norm
-        losses.append(columns(job)["loss"])
+        fitted = runs.fit_on_ranks(world, job, None, **name, **options)
+        runs.together(fitted)  # all ranks end with the same norm
+        losses.append(runs.columns(job)["loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [1, pytest.param(2, marks=pytest.mark.lane("ci"))])
 def test_replicas_drop_alike_after_another_layout(tmp_path: Path, before: int) -> None:
-    job = make_job(tmp_path)
+    job = runs.make_job(tmp_path)
     name = {"model__name": f"{__name__}:wide", "sample__max_new_tokens": 0}
-    fit_on_ranks(before, job, None, **name, train__steps=2)
+    runs.fit_on_ranks(before, job, None, **name, train__steps=2)
     layout = {"parallel__tp": 2, "parallel__sequence_parallel": False}
-    together(fit_on_ranks(2, job, None, **name, **layout, train__steps=4))
+    runs.together(runs.fit_on_ranks(2, job, None, **name, **layout, train__steps=4))
 
 
 def test_a_layout_that_the_model_rejects_is_a_configuration_error(tmp_path: Path) -> None:
-    job = make_job(tmp_path)
+    job = runs.make_job(tmp_path)
     options = {"model__name": "forge_testing.models:bigram", "sample__max_new_tokens": 0}
-    for rank in fit_on_ranks(2, job, None, **options, parallel__tp=2):
+    for rank in runs.fit_on_ranks(2, job, None, **options, parallel__tp=2):
         assert rank.code == 78
         assert rank.problems[0].startswith("roles ")
 
 
 @pytest.mark.slow
 def test_counts_over_the_global_batch_with_one_rank_a_stage(tmp_path: Path) -> None:
-    job = make_job(tmp_path, MIXTURE + 'aux_scope = "global_batch"\naux_loss_weight = 1e-2\n')
-    assert together(fit_on_ranks(2, job, train__steps=2, **overrides({"pp": 2})))
+    job = runs.make_job(tmp_path, MIXTURE + 'aux_scope = "global_batch"\naux_loss_weight = 1e-2\n')
+    assert runs.together(runs.fit_on_ranks(2, job, train__steps=2, **overrides({"pp": 2})))

@@ -34,16 +34,9 @@ from forge_moe import MoE
 from forge_moe.families import FAMILIES
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    **{"vocab_size": 96, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
 QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM = {

@@ -16,17 +16,8 @@ import torch
 from forge_ckpt import read_tensors
 from forge_core.lora import adapter_names
 from forge_parallel import end_process_group
-from forge_testing import forge_train, kill_after_step, models, start, write_job
+from forge_testing import forge_train, kill_after_step, models, runs, start, write_job
 from forge_testing.problems import ANY, rejects
-from forge_testing.runs import (
-    Died,
-    Dies,
-    assert_same_bits,
-    fit_on_ranks,
-    fit_reference,
-    saved_tensors,
-    together,
-)
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, load_trained, read_run
 from forge_train.hf.exporting import export_run
 
@@ -80,18 +71,18 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, trunk: Path) -> Path:
 def test_the_frozen_weights_are_saved_once_in_16_bits_and_checkpoints_hold_the_rest(
     trunk: Path, tuned: Path
 ) -> None:
-    base, before = dict(read_tensors(tuned / "base")), saved_tensors(trunk)
+    base, before = dict(read_tensors(tuned / "base")), runs.saved_tensors(trunk)
     frozen = {name for name in before if name.startswith("model.")}
     assert base.keys() == frozen
     for name, value in base.items():
         assert torch.equal(value, before[name].to(torch.bfloat16)), name
     for step in (3, 6, 8):
-        saved = saved_tensors(tuned, step)
+        saved = runs.saved_tensors(tuned, step)
         model = {name for name in saved if name.startswith("model.")}
         assert len(model) == 2 * 2 * 4, "two matrices for four projections of two layers"
         assert {name.rpartition(".")[2] for name in model} == {"lora_a", "lora_b"}
         assert not [n for n in saved if n.startswith("optimizer.") and "lora" not in n]
-    assert saved_tensors(tuned, 3)["model.layers.0.mixer.q_proj.lora_b"].abs().max() > 0
+    assert runs.saved_tensors(tuned, 3)["model.layers.0.mixer.q_proj.lora_b"].abs().max() > 0
     losses = read_run(tuned).metrics["loss"]
     assert losses[-1] < losses[0]
 
@@ -109,7 +100,7 @@ def test_killed_it_goes_on_with_the_same_bits_also_when_the_parent_is_gone(
     written = {f: f.stat().st_mtime_ns for f in (tmp_path / "run/base").rglob("*") if f.is_file()}
     done = forge_train("run", job, *flags)
     assert done.code == 0, done.err
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
+    runs.assert_same_bits(runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(tuned))
     assert all(f.stat().st_mtime_ns == at for f, at in written.items()), "written once"
 
 
@@ -119,13 +110,13 @@ def test_files_of_an_attempt_without_a_checkpoint_are_written_again(
     tmp_path: Path, trunk: Path, tuned: Path
 ) -> None:
     for seed in (0, 1):  # of fresh weights; the second finds one step, and its number is taken
-        with pytest.raises(Died):
-            fit(tmp_path, Dies(), run__seed=seed, **LORA, **EIGHT)
+        with pytest.raises(runs.Died):
+            fit(tmp_path, runs.Dies(), run__seed=seed, **LORA, **EIGHT)
     other = dict(read_tensors(tmp_path / "run/base"))
     fit(tmp_path, init__from=str(trunk), **LORA, **EIGHT)
     base = dict(read_tensors(tmp_path / "run/base"))
     assert not torch.equal(base["model.embedding.weight"], other["model.embedding.weight"])
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
+    runs.assert_same_bits(runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(tuned))
 
 
 @pytest.mark.slow
@@ -146,11 +137,13 @@ def test_saved_in_one_layout_it_goes_on_in_another(
         **LORA,
     }
     job = job_of(tmp_path)
-    together(fit_on_ranks(2, job, train__steps=4, **{**common, **layout}))
-    mixed = fit_on_ranks(1, job, train__steps=8, **common)
+    runs.together(runs.fit_on_ranks(2, job, train__steps=4, **{**common, **layout}))
+    mixed = runs.fit_on_ranks(1, job, train__steps=8, **common)
     alone = {key.replace("__", "."): value for key, value in common.items()}
-    whole = fit_reference(job_of(tmp_path / "whole"), **{**alone, "train.steps": 8})
-    adapters = [{n: v for n, v in together(f).items() if "lora" in n} for f in (mixed, [whole])]
+    whole = runs.fit_reference(job_of(tmp_path / "whole"), **{**alone, "train.steps": 8})
+    adapters = [
+        {n: v for n, v in runs.together(f).items() if "lora" in n} for f in (mixed, [whole])
+    ]
     assert len(adapters[0]) == 3 * 2 * 2 * 4, "matrices and two moments each"
     for name, value in adapters[1].items():
         assert (adapters[0][name] - value).abs().max() <= 1e-4 * value.abs().max(), name
@@ -168,10 +161,12 @@ def test_a_stage_without_an_adapter_is_saved_and_resumed(tmp_path: Path, trunk: 
         "optimizer__eps": 1e-4,
     }
     job = job_of(tmp_path)
-    together(fit_on_ranks(2, job, train__steps=2, parallel__pp=2, **common))
+    runs.together(runs.fit_on_ranks(2, job, train__steps=2, parallel__pp=2, **common))
     assert load_trained(tmp_path / "run")[2] == 2
-    mixed = together(fit_on_ranks(2, job, train__steps=4, parallel__pp=2, **common))
-    whole = together(fit_on_ranks(1, job_of(tmp_path / "whole"), train__steps=4, **common))
+    mixed = runs.together(runs.fit_on_ranks(2, job, train__steps=4, parallel__pp=2, **common))
+    whole = runs.together(
+        runs.fit_on_ranks(1, job_of(tmp_path / "whole"), train__steps=4, **common)
+    )
     names = [name for name in whole if "lora" in name]
     assert len(names) == 2 * 3
     for name in names:
@@ -210,11 +205,13 @@ class Logits(Callback):
 def test_a_fork_keeps_base_adapters_and_moments(tmp_path: Path, tuned: Path) -> None:
     init = {"init__from": f"{tuned}@3", "init__keep": ALL}
     fit(tmp_path, **init, **LORA, **EIGHT)
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
-    assert_same_bits(dict(read_tensors(tmp_path / "run/base")), dict(read_tensors(tuned / "base")))
+    runs.assert_same_bits(runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(tuned))
+    runs.assert_same_bits(
+        dict(read_tensors(tmp_path / "run/base")), dict(read_tensors(tuned / "base"))
+    )
     fit(tmp_path / "warm", init__from=str(tuned), **LORA, train__steps=1, optimizer__lr=1e-12)
-    warm = saved_tensors(tmp_path / "warm/run")
-    for name, value in saved_tensors(tuned).items():
+    warm = runs.saved_tensors(tmp_path / "warm/run")
+    for name, value in runs.saved_tensors(tuned).items():
         if name.startswith("model."):
             assert torch.allclose(warm[name], value, atol=1e-9), name
 
@@ -341,8 +338,10 @@ def test_parents_and_runs_that_do_not_fit_are_rejected(
 def test_a_folder_of_hugging_face_is_a_base(tmp_path: Path, trunk: Path, tuned: Path) -> None:
     export_run(trunk, tmp_path / "hf")
     fit(tmp_path, init__from=str(tmp_path / "hf"), **LORA, **EIGHT)
-    assert_same_bits(dict(read_tensors(tmp_path / "run/base")), dict(read_tensors(tuned / "base")))
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
+    runs.assert_same_bits(
+        dict(read_tensors(tmp_path / "run/base")), dict(read_tensors(tuned / "base"))
+    )
+    runs.assert_same_bits(runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(tuned))
 
 
 @pytest.mark.slow
@@ -359,7 +358,9 @@ def test_other_trained_weights_than_adapters_are_in_the_checkpoints(tmp_path: Pa
         assert torch.equal(model.get_buffer(name), bias)
     fit(tmp_path, **experts, **tied, **LORA, train__steps=6)
     fit(tmp_path / "whole", **experts, **tied, **LORA, train__steps=6)
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
+    runs.assert_same_bits(
+        runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(tmp_path / "whole/run")
+    )
 
 
 @pytest.mark.slow

@@ -16,20 +16,9 @@ import torch
 import torch.distributed as dist
 
 from forge_ckpt import read_tensors
-from forge_testing import forge_train, kill_after_step, run_on_ranks, start, write_job
+from forge_testing import forge_train, kill_after_step, run_on_ranks, runs, start, write_job
 from forge_testing.jobs import TINY_JOB
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    Died,
-    Dies,
-    as_rank,
-    assert_close,
-    assert_same_bits,
-    fit_on_ranks,
-    full,
-    saved_tensors,
-    together,
-)
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, read_run
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
@@ -78,6 +67,12 @@ def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.fixture
+def parent(tmp_path: Path, trunk: Path) -> Path:
+    """A copy of the trunk that a test may change."""
+    return shutil.copytree(trunk, tmp_path / "parent")
+
+
 # ---- what is kept
 
 
@@ -98,7 +93,7 @@ def test_a_fork_that_keeps_all_is_the_run_that_never_stopped(
         fit(job_of(tmp_path / "whole"), train__steps=15)
         reference = tmp_path / "whole/run"
     fit(job_of(tmp_path), train__steps=steps, init__from=str(name), init__keep=ALL)
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(reference))
+    runs.assert_same_bits(runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(reference))
     assert rows(tmp_path / "run") == rows(reference, after=begun)
     assert listing(trunk) == before, "the parent changed"
     forked = read_run(tmp_path / "run")
@@ -148,10 +143,10 @@ def test_a_warm_start_is_a_new_run_with_weights_and_moments_put_in_by_hand(
     assert rows(tmp_path / "run") == rows(tmp_path / "hand/run")
     assert [row[0] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
     assert warm.loader.cursor == 16
-    mine, theirs = saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "hand/run")
-    assert_same_bits(mine, theirs)
+    mine, theirs = runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(tmp_path / "hand/run")
+    runs.assert_same_bits(mine, theirs)
     fresh = fit(job_of(tmp_path / "fresh"), **other)
-    assert not torch.equal(full(fresh)["lm_head.weight"], mine["model.lm_head.weight"])
+    assert not torch.equal(runs.full(fresh)["lm_head.weight"], mine["model.lm_head.weight"])
 
 
 @pytest.mark.lane("quick")
@@ -163,7 +158,9 @@ def test_every_kind_of_optimizer_goes_on(tmp_path: Path, name: str) -> None:
     fit(job_of(tmp_path / "whole"), train__steps=6, **own)
     source = f"{tmp_path}/whole/run@3"
     fit(job_of(tmp_path), init__from=source, init__keep=ALL, train__steps=6, **own)
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
+    runs.assert_same_bits(
+        runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(tmp_path / "whole/run")
+    )
 
 
 def test_moments_of_another_optimizer_are_rejected_without_a_configuration_too(
@@ -231,7 +228,7 @@ def test_callbacks_and_random_streams_go_on_only_with_the_cursor(tmp_path: Path)
         found[name] = counter.first, other.first
     assert found == {"all": (6, 0), "warm": (0, 0)}
     streams = [
-        saved_tensors(tmp_path / n / "run")["rng.streams.0.torch"]
+        runs.saved_tensors(tmp_path / n / "run")["rng.streams.0.torch"]
         for n in ("parent", "all", "warm")
     ]
     assert torch.equal(streams[0], streams[1])
@@ -255,8 +252,9 @@ def test_two_decays_forked_from_a_trunk_are_two_full_runs(tmp_path: Path) -> Non
             init__keep=ALL,
             **own,
         )
-        assert_same_bits(
-            saved_tensors(tmp_path / name / "run"), saved_tensors(tmp_path / name / "whole/run")
+        runs.assert_same_bits(
+            runs.saved_tensors(tmp_path / name / "run"),
+            runs.saved_tensors(tmp_path / name / "whole/run"),
         )
         whole = rows(tmp_path / name / "whole/run")
         assert rows(tmp_path / name / "run") == whole[start_step:]
@@ -283,9 +281,8 @@ def test_another_schedule_is_evaluated_at_the_step_of_the_parent(
 
 @pytest.mark.slow
 def test_a_killed_fork_goes_on_with_its_own_state_also_when_the_parent_is_gone(
-    tmp_path: Path, trunk: Path
+    tmp_path: Path, trunk: Path, parent: Path
 ) -> None:
-    parent = shutil.copytree(trunk, tmp_path / "parent")
     job = job_of(tmp_path)
     flags = ["--init.from", f"{parent}@3", "--init.keep", *ALL, "--schedule.name", "constant"]
     flags += ["--checkpoint.wait", "true"]
@@ -300,27 +297,26 @@ def test_a_killed_fork_goes_on_with_its_own_state_also_when_the_parent_is_gone(
     assert kinds.count("fork") == 1
     assert "resume" in kinds or killed.code == 0
     assert read_run(tmp_path / "run").parent == before
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(trunk))
+    runs.assert_same_bits(runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(trunk))
     assert rows(tmp_path / "run") == rows(trunk, after=3)
 
 
 def test_a_fork_that_may_roll_back_saves_its_beginning(tmp_path: Path, trunk: Path) -> None:
     back = {"resilience__nonfinite__action": "rollback", "checkpoint__keep_last": 9}
     fit(job_of(tmp_path), init__from=f"{trunk}@6", init__keep=ALL, train__steps=8, **back)
-    assert_same_bits(saved_tensors(tmp_path / "run", 6), saved_tensors(trunk, 6))
+    runs.assert_same_bits(runs.saved_tensors(tmp_path / "run", 6), runs.saved_tensors(trunk, 6))
 
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_a_fork_that_dies_before_its_first_save_forks_again_or_reports_a_missing_parent(
-    tmp_path: Path, trunk: Path
+    tmp_path: Path, trunk: Path, parent: Path
 ) -> None:
-    parent = shutil.copytree(trunk, tmp_path / "parent")
     job = job_of(tmp_path)
     init = {"init__from": f"{parent}@6", "init__keep": ALL}
     for _ in range(2):
-        with pytest.raises(Died):
-            fit(job, Dies(), **init)
+        with pytest.raises(runs.Died):
+            fit(job, runs.Dies(), **init)
     assert events(tmp_path / "run") == ["fork", "start", "fork", "start"]
     shutil.rmtree(parent / "checkpoints/step-00000006")
     with rejects("init.from", f"{parent}@6", "step", ConfigError, where="3, 9, 12"):
@@ -330,13 +326,12 @@ def test_a_fork_that_dies_before_its_first_save_forks_again_or_reports_a_missing
         fit(job, **init)
     shutil.copytree(trunk, parent)
     fit(job, **init)
-    assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(trunk))
+    runs.assert_same_bits(runs.saved_tensors(tmp_path / "run"), runs.saved_tensors(trunk))
 
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
-    parent = shutil.copytree(trunk, tmp_path / "parent")
+def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path, parent: Path) -> None:
 
     class ForkNow(Callback):
         """In the middle of the parent, whose store is locked."""
@@ -354,15 +349,16 @@ def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
     fit(job, ForkNow(), train__steps=15, checkpoint__keep_last=9)
     assert read_run(tmp_path / "child/run").parent["step"] == 12
     fit(job_of(tmp_path / "whole"), train__steps=14)
-    assert_same_bits(saved_tensors(tmp_path / "child/run"), saved_tensors(tmp_path / "whole/run"))
+    runs.assert_same_bits(
+        runs.saved_tensors(tmp_path / "child/run"), runs.saved_tensors(tmp_path / "whole/run")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_a_damaged_source_is_rejected_and_a_damaged_fork_never_forks_again(
-    tmp_path: Path, trunk: Path
+    tmp_path: Path, trunk: Path, parent: Path
 ) -> None:
-    parent = shutil.copytree(trunk, tmp_path / "parent")
     job, init = job_of(tmp_path), {"init__from": str(parent), "init__keep": ALL}
     damage(parent / "checkpoints/step-00000012/data-0.bin")
     for keep in (ALL, ["weights"]):
@@ -401,7 +397,7 @@ def test_patterns_take_a_part_and_the_rest_begins_by_the_seed(
     fit(job_of(tmp_path), at_start, **init, **deeper, metrics__console="plain")
     alone = Weights()
     fit(job_of(tmp_path / "fresh"), alone, **deeper)
-    saved = saved_tensors(trunk, 6)
+    saved = runs.saved_tensors(trunk, 6)
     taken = [n for n in at_start.found if n.startswith("layers.0.") and "norm" not in n]
     assert len(taken) == 7
     for name, value in at_start.found.items():
@@ -419,7 +415,9 @@ def test_patterns_take_a_part_and_the_rest_begins_by_the_seed(
 
 class Weights(Callback):
     def on_start(self, trainer: Trainer) -> None:
-        self.found = {n: t.clone() for n, t in full(trainer).items() if n.count(".exp_avg") == 0}
+        self.found = {
+            n: t.clone() for n, t in runs.full(trainer).items() if n.count(".exp_avg") == 0
+        }
 
 
 # ---- other layouts
@@ -438,13 +436,13 @@ def test_a_fork_in_another_layout_has_the_same_weights_and_trains_alike(
 ) -> None:
     shape = {"train__steps": 3, "checkpoint__every_steps": 3, "eval__every_steps": 0, **TWO_LAYERS}
     parent = job_of(tmp_path / "parent")
-    together(fit_on_ranks(there, parent, **shape))
+    runs.together(runs.fit_on_ranks(there, parent, **shape))
     init = {"init__from": str(tmp_path / "parent/run"), "init__keep": keep, "train__steps": 5}
     if keep == ["weights"]:  # parts of which a stage has all, some or none
         init |= {"init__patterns": ["layers.1.*", "lm_head.*"], "train__steps": 2}
-    found = fit_on_ranks(here, job_of(tmp_path), **{**shape, **init, **layout})
-    alone = fit_on_ranks(1, job_of(tmp_path / "alone"), **{**shape, **init})
-    assert_close(together(found), together(alone))
+    found = runs.fit_on_ranks(here, job_of(tmp_path), **{**shape, **init, **layout})
+    alone = runs.fit_on_ranks(1, job_of(tmp_path / "alone"), **{**shape, **init})
+    runs.assert_close(runs.together(found), runs.together(alone))
     parents = [read_run(folder / "run").parent for folder in (tmp_path, tmp_path / "alone")]
     assert parents[0] is not None
     assert parents[0]["copied"] == parents[1]["copied"]
@@ -455,17 +453,17 @@ def test_a_fork_in_another_layout_has_the_same_weights_and_trains_alike(
 @pytest.mark.distributed
 def test_on_two_ranks_a_decay_of_a_trunk_is_the_full_run_bit_for_bit(tmp_path: Path) -> None:
     wsd = {"schedule__name": "wsd", "schedule__wsd__decay_steps": 2, "eval__every_steps": 0}
-    fit_on_ranks(2, job_of(tmp_path / "trunk"), train__steps=6, **wsd)
-    whole = together(fit_on_ranks(2, job_of(tmp_path / "whole"), train__steps=5, **wsd))
+    runs.fit_on_ranks(2, job_of(tmp_path / "trunk"), train__steps=6, **wsd)
+    whole = runs.together(runs.fit_on_ranks(2, job_of(tmp_path / "whole"), train__steps=5, **wsd))
     init = {"init__from": f"{tmp_path}/trunk/run@3", "init__keep": ALL}
-    fork = together(fit_on_ranks(2, job_of(tmp_path), train__steps=5, **init, **wsd))
-    assert_same_bits(fork, whole)
+    fork = runs.together(runs.fit_on_ranks(2, job_of(tmp_path), train__steps=5, **init, **wsd))
+    runs.assert_same_bits(fork, whole)
 
 
 def fork_of_another_step(job: Path, other: Path, settings: dict[str, Any]) -> Any:
     """Rank 1 looked a moment before the parent saved."""
     rank = dist.get_rank()
-    as_rank()
+    runs.as_rank()
 
     def find(*args: Any) -> Fork:
         found = find_fork(*args)
@@ -475,7 +473,7 @@ def fork_of_another_step(job: Path, other: Path, settings: dict[str, Any]) -> An
     with mock.patch("forge_train.loop.initial.find_fork", find):
         trainer = Trainer(load_job(job, {**QUIET, **settings}))
     trainer.fit()
-    return trainer.progress.tokens, full(trainer)
+    return trainer.progress.tokens, runs.full(trainer)
 
 
 @pytest.mark.slow
@@ -489,7 +487,7 @@ def test_ranks_that_found_other_steps_take_one(
     older = trunk / "checkpoints/step-00000003"
     first, second = run_on_ranks(2, fork_of_another_step, job_of(tmp_path), older, init)
     assert first[0] == second[0]
-    assert_same_bits(first[1], second[1])
+    runs.assert_same_bits(first[1], second[1])
     parent = read_run(tmp_path / "run").parent
     assert parent is not None
     assert parent["step"] == 9
@@ -514,13 +512,13 @@ def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder:
     (source / "LICENSE").write_text("terms")
     (tmp_path / "job.toml").write_text(WITHOUT_MODEL.format(run_dir=tmp_path / "run"))
     short = {"train__steps": 3, "checkpoint__every_steps": 2}
-    with pytest.raises(Died):
-        fit(tmp_path / "job.toml", Dies(), **short, init__from=str(source))
+    with pytest.raises(runs.Died):
+        fit(tmp_path / "job.toml", runs.Dies(), **short, init__from=str(source))
     fit(tmp_path / "job.toml", **short, init__from=str(source))
     run = tmp_path / "run"
     import_folder(folder, tmp_path / "import")
     fit(tmp_path / "job.toml", **short, run__dir=str(tmp_path / "import"))
-    assert_same_bits(saved_tensors(run), saved_tensors(tmp_path / "import"))
+    runs.assert_same_bits(runs.saved_tensors(run), runs.saved_tensors(tmp_path / "import"))
     assert rows(run) == rows(tmp_path / "import")
     assert (run / "model.toml").read_text() == (tmp_path / "import/model.toml").read_text()
     parent = read_run(run).parent
@@ -559,9 +557,9 @@ def test_parts_of_a_folder_of_hugging_face_in_layouts(
         "eval__every_steps": 0,
         **TWO_LAYERS,
     }
-    found = fit_on_ranks(2, job_of(tmp_path), **{**init, **layout})
-    alone = fit_on_ranks(1, job_of(tmp_path / "alone"), **init)
-    assert_close(together(found), together(alone))
+    found = runs.fit_on_ranks(2, job_of(tmp_path), **{**init, **layout})
+    alone = runs.fit_on_ranks(1, job_of(tmp_path / "alone"), **init)
+    runs.assert_close(runs.together(found), runs.together(alone))
     parent = read_run(tmp_path / "run").parent
     assert parent is not None
     assert (len(parent["copied"]), len(parent["fresh"])) == (14, 7)

@@ -9,16 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from forge_testing import runs
 from forge_testing.problems import ANY, rejects
-from forge_testing.runs import (
-    Fitted,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    fit_reference,
-    make_job,
-    together,
-)
 from forge_train import JobError, Trainer, load_job, load_trained
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
@@ -42,10 +34,10 @@ def _drop_eps(job: Path) -> Path:
     return job
 
 
-def _fit(folder: Path, extra: str = "", **overrides: Any) -> Fitted:
-    job = _drop_eps(make_job(folder, extra))
+def _fit(folder: Path, extra: str = "", **overrides: Any) -> runs.Fitted:
+    job = _drop_eps(runs.make_job(folder, extra))
     flat = {key.replace("__", "."): value for key, value in overrides.items()}
-    return fit_alone(job, **{**QUIET, **flat})
+    return runs.fit_alone(job, **{**QUIET, **flat})
 
 
 def _assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
@@ -86,27 +78,27 @@ def test_a_run_on_ranks_follows_one_process_and_goes_on_there(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     settings = {**QUIET, **BF16, "train.micro_batch": 3, "train.steps": 4}
-    alone = _drop_eps(make_job(tmp_path / "alone"))
-    one = fit_reference(alone, **settings)
-    job = _drop_eps(make_job(tmp_path / "ranks"))
-    ranks = together(fit_on_ranks(2, job, **settings, **layout))
-    assert columns(job)["loss"] == pytest.approx(columns(alone)["loss"], rel=3e-3)
+    alone = _drop_eps(runs.make_job(tmp_path / "alone"))
+    one = runs.fit_reference(alone, **settings)
+    job = _drop_eps(runs.make_job(tmp_path / "ranks"))
+    ranks = runs.together(runs.fit_on_ranks(2, job, **settings, **layout))
+    assert runs.columns(job)["loss"] == pytest.approx(runs.columns(alone)["loss"], rel=3e-3)
     for name, value in one.weights.items():
         assert ranks[name].dtype == value.dtype
-    resumed = fit_alone(job, **{**settings, "train.steps": 5})
+    resumed = runs.fit_alone(job, **{**settings, "train.steps": 5})
     assert resumed.step == 5
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_both_ends_of_a_pipeline_round_a_tied_weight_alike(tmp_path: Path) -> None:
-    job = _drop_eps(make_job(tmp_path))
+    job = _drop_eps(runs.make_job(tmp_path))
     tied = {"model.tie_embeddings": True, "model.num_layers": 2, "parallel.pp": 2}
     size = {"train.micro_batch": 3, "train.steps": 3}
-    ends = fit_on_ranks(2, job, **{**QUIET, **BF16, **EMA, **tied, **size})
+    ends = runs.fit_on_ranks(2, job, **{**QUIET, **BF16, **EMA, **tied, **size})
     names = [{n for n in end.weights if n.startswith(("embedding", "lm_head"))} for end in ends]
     assert names[0] == names[1] != set()
-    assert together(ends)[min(names[0])].dtype == torch.bfloat16  # and of the same bits
+    assert runs.together(ends)[min(names[0])].dtype == torch.bfloat16  # and of the same bits
 
 
 @pytest.mark.lane("quick")
@@ -128,7 +120,7 @@ def test_a_fork_takes_weights_in_another_dtype_and_no_state(
     parent = _fit(tmp_path / "parent", **before, train__steps=2)
     after = {} if before else BF16
     init = {"init.from": str(tmp_path / "parent/run")}
-    job = _drop_eps(make_job(tmp_path / "fork"))
+    job = _drop_eps(runs.make_job(tmp_path / "fork"))
     trainer = Trainer(
         load_job(job, {**QUIET, **after, **init, "train.steps": 1, "optimizer.lr": 1e-30})
     )
@@ -140,7 +132,9 @@ def test_a_fork_takes_weights_in_another_dtype_and_no_state(
             plain.float(), parent.weights[name].float(), rtol=2**-7 if after else 0, atol=0
         )
     keep = {"init.keep": ["weights", "optimizer"], "train.steps": 3}
-    other = load_job(_drop_eps(make_job(tmp_path / "other")), {**QUIET, **after, **init, **keep})
+    other = load_job(
+        _drop_eps(runs.make_job(tmp_path / "other")), {**QUIET, **after, **init, **keep}
+    )
     with rejects("optimizer.state_dtype", ANY, "changed", JobError):
         Trainer(other)
 
@@ -151,9 +145,11 @@ def test_an_import_begins_with_its_weights_rounded(tmp_path: Path) -> None:
     parent = _fit(tmp_path / "parent", train__steps=1)
     export_run(tmp_path / "parent/run", tmp_path / "hf")
     import_folder(tmp_path / "hf", tmp_path / "run")
-    job = _drop_eps(make_job(tmp_path))
+    job = _drop_eps(runs.make_job(tmp_path))
     job.write_text(re.sub(r"\[model\][^\[]*", "", job.read_text()))
-    began = fit_alone(job, **{**QUIET, **BF16, "train.steps": 1, "optimizer.lr": 1e-30}).weights
+    began = runs.fit_alone(
+        job, **{**QUIET, **BF16, "train.steps": 1, "optimizer.lr": 1e-30}
+    ).weights
     for name, value in parent.weights.items():
         if "exp_avg" in name:
             continue
@@ -162,7 +158,7 @@ def test_an_import_begins_with_its_weights_rounded(tmp_path: Path) -> None:
 
 
 def test_a_rounding_that_rounds_nothing_is_rejected(tmp_path: Path) -> None:
-    job = _drop_eps(make_job(tmp_path))
+    job = _drop_eps(runs.make_job(tmp_path))
     for name in ("schedule_free_adamw", "torch.optim:SGD"):
         with rejects("parallel.param_dtype", "bf16", "optimizer", JobError, where=repr(name)):
             load_job(job, {**QUIET, "parallel.param_dtype": "bf16", "optimizer.name": name})

@@ -15,17 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core._shared.cross_entropy import _TOKENS_FUSED
-from forge_testing import forge_train, write_job
+from forge_testing import forge_train, runs, write_job
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_close,
-    assert_same_rows,
-    columns,
-    fit_alone,
-    fit_reference,
-    make_job,
-    together,
-)
 from forge_train import ConfigError, Trainer, load_job
 
 pytestmark = pytest.mark.lane("test")
@@ -111,22 +102,22 @@ class Padded(Weighted):
 def test_it_trains_as_the_loss_of_logits_does(tmp_path: Path, recompute: str, tied: bool) -> None:
     """In one process; tests/equivalence has the layouts."""
     keys = {**KEYS, "model.tie_embeddings": tied}
-    plain, job = make_job(tmp_path / "plain"), make_job(tmp_path / "fused")
-    wanted = fit_reference(plain, **keys).weights
-    got = fit_alone(job, **keys, **FUSED, **{"parallel.recompute": recompute}).weights
-    assert_close(got, wanted)
-    assert_same_rows(columns(job), columns(plain))
+    plain, job = runs.make_job(tmp_path / "plain"), runs.make_job(tmp_path / "fused")
+    wanted = runs.fit_reference(plain, **keys).weights
+    got = runs.fit_alone(job, **keys, **FUSED, **{"parallel.recompute": recompute}).weights
+    runs.assert_close(got, wanted)
+    runs.assert_same_rows(runs.columns(job), runs.columns(plain))
 
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     keys = {**KEYS, **FUSED, "schedule.name": "constant"}
-    straight = fit_alone(make_job(tmp_path / "straight"), **keys)
-    job = make_job(tmp_path / "resumed")
-    fit_alone(job, **{**keys, "train.steps": 2})
-    assert together([straight, fit_alone(job, **keys)]).keys() == straight.weights.keys()
-    assert columns(job) == columns(tmp_path / "straight/job.toml")
+    straight = runs.fit_alone(runs.make_job(tmp_path / "straight"), **keys)
+    job = runs.make_job(tmp_path / "resumed")
+    runs.fit_alone(job, **{**keys, "train.steps": 2})
+    assert runs.together([straight, runs.fit_alone(job, **keys)]).keys() == straight.weights.keys()
+    assert runs.columns(job) == runs.columns(tmp_path / "straight/job.toml")
 
 
 class Largest(TorchDispatchMode):
@@ -149,7 +140,7 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
     keys = {"model.vocab_size": vocab, "data.seq_len": length, "train.global_batch": rows}
     found = []
     for name, loss in (("plain", {}), ("fused", FUSED)):
-        trainer = Trainer(load_job(make_job(tmp_path / name), {**keys, **loss}))
+        trainer = Trainer(load_job(runs.make_job(tmp_path / name), {**keys, **loss}))
         trainer.prepare()
         batch = next(trainer.loader)
         with Largest() as largest:

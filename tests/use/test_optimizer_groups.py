@@ -25,19 +25,12 @@ pytestmark = pytest.mark.lane("test")
 STEPS, CHANGE, PEAK, FLOOR, EPS, DECAY = 6, 4, 1e-2, 0.1, 1e-4, 0.1
 #: The front is frozen until step 4, the head from then on, the norms never train.
 PLAN = """
-[optimizer.groups.front]
-patterns = ["embedding.*", "layers.0.*"]
-lr_multiplier = 0.0
-weight_decay = 0.3
-[optimizer.groups.head]
-patterns = ["lm_head.weight"]
-lr_multiplier = 0.5
-[optimizer.groups.last_norm]
-patterns = ["norm.weight"]
-lr_multiplier = 0.0
-[train.stages.whole]
-start_step = 4
-lr_multipliers = { front = 0.25, head = 0.0 }
+[optimizer.groups]
+front = { patterns = ["embedding.*", "layers.0.*"], lr_multiplier = 0.0, weight_decay = 0.3 }
+head = { patterns = ["lm_head.weight"], lr_multiplier = 0.5 }
+last_norm = { patterns = ["norm.weight"], lr_multiplier = 0.0 }
+[train.stages]
+whole = { start_step = 4, lr_multipliers = { front = 0.25, head = 0.0 } }
 """
 SHORT = {
     "train.steps": STEPS,

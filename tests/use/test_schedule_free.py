@@ -13,12 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from forge_core import Transformer, TransformerConfig, initialize
-from forge_core.optim import (
-    SCHEDULES,
-    ScheduleConfig,
-    build_schedule,
-    schedule_warnings,
-)
+from forge_core.optim import SCHEDULES, ScheduleConfig, build_schedule, schedule_warnings
 from forge_data import Loader, PackedStream, SourceConfig, open_source
 from forge_testing import write_job
 from forge_testing.decay import groups_by_decay

@@ -9,26 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge_testing.vlm_jobs import CLIP, write_vlm_job
+from forge_testing.vlm_jobs import CLIP, SETTINGS, write_vlm_job
 
 #: The end of each job here.
-_SETTINGS = """
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 0
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
-"""
+_SETTINGS = f"[eval]\nevery_steps = 0\n{SETTINGS}"
 
 # ---- images of several shapes
 
@@ -94,31 +78,20 @@ def write_numbered(folder: Path, count: int, letters: str, **more: Any) -> Path:
 
 FIRST, NUMBER, BEGIN, END, EOS = 16, 16, 1, 2, 3
 _IDS_JOB = """
-[run]
-dir = "RUN"
+run.dir = "RUN"
+train = { steps = 4, global_batch = 4 }
 [model]
 name = "vlm"
+vision = { name = "none" }
+modalities.image = { first_id = 16, num_ids = 16, discrete = true }
 vocab_size = 32
+max_seq_len = 32
 dim = 32
 num_layers = 2
 num_heads = 2
-max_seq_len = 32
-[model.vision]
-name = "none"
-[model.modalities.image]
-first_id = 16
-num_ids = 16
-discrete = true
 [data]
 seq_len = 32
-[data.sources.drawings]
-name = "npy"
-path = "IDS"
-[data.sources.drawings.npy]
-eos_id = 3
-[train]
-steps = 4
-global_batch = 4
+sources.drawings = { name = "npy", path = "IDS", npy = { eos_id = 3 } }
 """
 
 
@@ -169,10 +142,9 @@ def save_clip(folder: Path, full: bool = False, **changes: Any) -> dict[str, tor
 
 
 _QWEN_JOB = """
-[run]
-dir = "RUN"
-[init]
-from = "HF"
+run.dir = "RUN"
+init.from = "HF"
+train = { steps = 6, global_batch = 4 }
 [data]
 seq_len = 128
 [data.sources.talks]
@@ -185,9 +157,6 @@ image = "<|image_pad|>"
 positions = "mrope"
 patch_size = 4
 resolution = { name = "budget", budget = { multiple = 8, min_pixels = 64, max_pixels = 1024 } }
-[train]
-steps = 6
-global_batch = 4
 """
 
 

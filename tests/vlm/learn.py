@@ -28,17 +28,9 @@ from tests.vlm.tasks import (
     expanded,
 )
 
+import forge_vlm
 from forge_core import OptimizerConfig, SamplingConfig, build_optimizer, cross_entropy, generate
 from forge_core.optim import set_lr
-from forge_vlm import (
-    VLM,
-    AdapterConfig,
-    CrossAttentionConfig,
-    FusionConfig,
-    ModalityConfig,
-    VisionConfig,
-    VLMConfig,
-)
 from forge_vlm.vision import ViTConfig
 
 ROOT = Path(__file__).parents[2]
@@ -67,26 +59,26 @@ SEES: dict[str, Literal["last", "group", "all"]] = {"motion": "last"}
 def options(fusion: str, task: str) -> dict[str, Any]:
     """What a fusion has: cross-attention in each layer, of features as large as the encoder's norm leaves them."""
     if fusion != "cross_attention":
-        return {"fusion": FusionConfig(fusion)}
-    cross = CrossAttentionConfig(every_n_layers=1, sees=SEES.get(task, "group"))
+        return {"fusion": forge_vlm.FusionConfig(fusion)}
+    cross = forge_vlm.CrossAttentionConfig(every_n_layers=1, sees=SEES.get(task, "group"))
     return {
-        "fusion": FusionConfig(fusion, cross_attention=cross),
-        "adapter": AdapterConfig("linear"),
+        "fusion": forge_vlm.FusionConfig(fusion, cross_attention=cross),
+        "adapter": forge_vlm.AdapterConfig("linear"),
     }
 
 
-def build(fusion: str, task: str) -> VLM:
+def build(fusion: str, task: str) -> forge_vlm.VLM:
     """A small decoder with a small encoder: about 0.2 M parameters, 0.4 M with cross-attention or more weights by modality."""
     vit = ViTConfig(image_size=32, patch_size=8, dim=64, num_layers=2, num_heads=4)
-    return VLM(
-        VLMConfig(
+    return forge_vlm.VLM(
+        forge_vlm.VLMConfig(
             vocab_size=len(VOCABULARY),
             dim=64,
             num_layers=3,
             num_heads=4,
             max_seq_len=128,
-            vision=VisionConfig(vit=vit),
-            modalities={"image": ModalityConfig(first_id=IMAGE)},
+            vision=forge_vlm.VisionConfig(vit=vit),
+            modalities={"image": forge_vlm.ModalityConfig(first_id=IMAGE)},
             **options(fusion, task),
         )
     )
@@ -141,7 +133,7 @@ def shuffled(samples: Sequence[Sample], task: str) -> list[Sample]:
     return [s._replace(images=samples[i].images) for s, i in zip(samples, order)]
 
 
-def answered(model: VLM, samples: Sequence[Sample]) -> tuple[float, float]:
+def answered(model: forge_vlm.VLM, samples: Sequence[Sample]) -> tuple[float, float]:
     """Shares of samples whose generated answer is right, and that were ended by the end token."""
     right = ended = 0
     for first in range(0, len(samples), 60):

@@ -16,23 +16,12 @@ from forge_train.hf.importing import import_folder
 transformers = pytest.importorskip("transformers")
 FIRST, NUMBER, PLACEHOLDER = 260, 16, 290
 JOB = """
-[run]
-dir = "{run}"
-{more}
-[data]
-seq_len = 16
-[data.sources.text]
-name = "builtin"
-[train]
-steps = {steps}
-global_batch = 2
-[parallel]
-device = "cpu"
-precision = "fp32"
-[eval]
-every_steps = 0
-[sample]
-max_new_tokens = 0
+run.dir = "{run}"
+data = {{seq_len = 16, sources.text.name = "builtin"}}
+train = {{steps = {steps}, global_batch = 2}}
+parallel = {{device = "cpu", precision = "fp32"}}
+eval.every_steps = 0
+sample.max_new_tokens = 0
 """
 
 
@@ -82,7 +71,7 @@ def opened(folder: Path) -> Any:
 
 def job(folder: Path, run: str = "run", steps: int = 2, more: str = "") -> Path:
     path = folder / f"{run}.toml"
-    path.write_text(JOB.format(run=folder / run, steps=steps, more=more))
+    path.write_text(JOB.format(run=folder / run, steps=steps) + more)
     return path
 
 

@@ -18,13 +18,7 @@ from forge_data import Loader, SourceConfig, open_stream
 from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_same_bits,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    saved_tensors,
-)
+from forge_testing.runs import assert_same_bits, columns, fit_alone, fit_on_ranks, saved_tensors
 from forge_testing.vlm_jobs import flags, write_vlm_job
 from forge_train import ConfigError, load_job, load_trained
 from forge_train.build.layout import layout_problems

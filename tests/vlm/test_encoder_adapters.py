@@ -15,17 +15,8 @@ from tests.vlm.test_hugging_face import LLAVA, logits, opened
 from tests.vlm.test_hugging_face import save as save_llava
 
 from forge_ckpt import read_tensors
+from forge_testing import runs
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_close,
-    assert_same_bits,
-    assert_same_rows,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    saved_tensors,
-    together,
-)
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
 from forge_train import ConfigError, Trainer, load_job
 from forge_train.build.hf_models import modules_of
@@ -67,15 +58,15 @@ def job_of(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 def test_an_encoder_is_tuned_by_only_adapters(tmp_path: Path, name: str) -> None:
     alone, keys = job_of(name, tmp_path / "alone")
     many, _ = job_of(name, tmp_path / "many")
-    wanted = fit_alone(alone, **keys)
-    got = together(fit_on_ranks(2, many, None, **flags(keys)))
-    assert_close(got, wanted.weights)
-    assert_same_rows(columns(many), columns(alone))
-    losses = columns(alone)["loss"]
+    wanted = runs.fit_alone(alone, **keys)
+    got = runs.together(runs.fit_on_ranks(2, many, None, **flags(keys)))
+    runs.assert_close(got, wanted.weights)
+    runs.assert_same_rows(runs.columns(many), runs.columns(alone))
+    losses = runs.columns(alone)["loss"]
     assert losses[-1] < losses[0]
 
     run = tmp_path / "alone/run"
-    last, first = saved_tensors(run), saved_tensors(run, 1)
+    last, first = runs.saved_tensors(run), runs.saved_tensors(run, 1)
     trained = {n for n in last if n.startswith("model.") and n.rpartition(".")[2][:4] == "lora"}
     of_encoder = {n for n in trained if n.startswith("model.vision.")}
     assert len(of_encoder) == 2 * COUNTS[name]
@@ -89,10 +80,10 @@ def test_an_encoder_is_tuned_by_only_adapters(tmp_path: Path, name: str) -> None
     shutil.copytree(run, other)
     for step in range(4, 7):
         shutil.rmtree(other / f"checkpoints/step-{step:08d}")
-    again = fit_alone(alone, **{**keys, "run.dir": str(other)})
+    again = runs.fit_alone(alone, **{**keys, "run.dir": str(other)})
     assert again.step == 6
-    assert_same_bits(saved_tensors(other), last)
-    assert_same_bits(dict(read_tensors(other / "base")), base)
+    runs.assert_same_bits(runs.saved_tensors(other), last)
+    runs.assert_same_bits(dict(read_tensors(other / "base")), base)
 
     model, _, step = load_model(run)
     assert step == 6
@@ -106,7 +97,7 @@ def test_an_encoder_is_tuned_by_only_adapters(tmp_path: Path, name: str) -> None
 def test_the_base_is_that_of_the_folder(tmp_path: Path) -> None:
     """Frozen weights have the bits of the file, in the order in which transformers has them."""
     job, keys = job_of("qwen3_vl", tmp_path)
-    fit_alone(job, **{**keys, "train.steps": 1})
+    runs.fit_alone(job, **{**keys, "train.steps": 1})
     base = dict(read_tensors(tmp_path / "run/base"))
     theirs = save(tmp_path / "again").state_dict()
     for name, value in theirs.items():
@@ -145,7 +136,7 @@ def test_both_exports_are_the_trained_qwen3_vl(tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     job, keys = job_of("qwen3_vl", tmp_path)
     run = tmp_path / "run"
-    fit_alone(job, **keys)
+    runs.fit_alone(job, **keys)
     export_run(run, tmp_path / "merged", check=True)
     export_run(run, tmp_path / "adapter", adapter=True)
     load = transformers.Qwen3VLForConditionalGeneration.from_pretrained
@@ -175,7 +166,7 @@ def test_adapters_of_a_llava_go_to_peft(tmp_path: Path) -> None:
     layers = ["layers.*.v_proj", "layers.*.o_proj", "vision.model.encoder.layers.0.*", "adapter.*"]
     layers += ["!*.*norm*", "!*.mlp", "!*.self_attn", "!*.*_fn"]
     keys = {"lora.patterns": layers, "optimizer.lr": 0.1}
-    fit_alone(path, **{**LORA, **keys, "init.from": str(tmp_path / "hf"), "train.steps": 4})
+    runs.fit_alone(path, **{**LORA, **keys, "init.from": str(tmp_path / "hf"), "train.steps": 4})
     export_run(tmp_path / "run", tmp_path / "merged")
     export_run(tmp_path / "run", tmp_path / "adapter", adapter=True)
     merged = opened(tmp_path / "merged")

@@ -13,13 +13,7 @@ import torch
 
 from forge_resilience import Agreement
 from forge_testing.problems import rejects
-from forge_testing.runs import (
-    assert_same_bits,
-    fit_alone,
-    fit_on_ranks,
-    saved_tensors,
-    together,
-)
+from forge_testing.runs import assert_same_bits, fit_alone, fit_on_ranks, saved_tensors, together
 from forge_testing.vlm_jobs import flags, write_vlm_job
 from forge_train import ConfigError, Trainer, load_job, read_run
 from forge_train.build.evaluation import COLUMN, ExactMatch, prompts_of

@@ -10,16 +10,9 @@ from typing import Any
 import pytest
 from tests.vlm.file_jobs import STRIP_KEYS, STRIP_OPTIONS, packed_job, write_strips
 
+from forge_testing import runs
 from forge_testing.problems import rejects
 from forge_testing.processes import forge_train
-from forge_testing.runs import (
-    assert_same_bits,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    saved_tensors,
-    together,
-)
 from forge_testing.vlm_jobs import flags, write_vlm_job
 from forge_train import ConfigError, Trainer, load_job
 
@@ -45,8 +38,8 @@ def strips(folder: Path, options: dict[str, Any] | None = None) -> dict[str, Any
 @pytest.mark.slow
 def test_the_answer_is_learned_from_images_of_any_shape(tmp_path: Path) -> None:
     job = packed_job(tmp_path)
-    fit_alone(job, **strips(tmp_path), **{"train.steps": 40})
-    losses = columns(job)["loss"]
+    runs.fit_alone(job, **strips(tmp_path), **{"train.steps": 40})
+    losses = runs.columns(job)["loss"]
     assert losses[-1] < 0.2 * losses[0]
 
 
@@ -59,7 +52,7 @@ def test_a_frozen_encoder_stays_as_it_began(tmp_path: Path) -> None:
     begun = Trainer(load_job(job, keys))
     begun.prepare()
     first = {n: p.detach().clone() for n, p in begun.model.named_parameters()}
-    got = together(fit_on_ranks(2, job, None, **flags(keys)))
+    got = runs.together(runs.fit_on_ranks(2, job, None, **flags(keys)))
     moved = {n for n, p in first.items() if not (got[n] == p).all()}
     assert moved
     assert not any(n.startswith("vision.") for n in moved)
@@ -71,13 +64,13 @@ def test_a_frozen_encoder_stays_as_it_began(tmp_path: Path) -> None:
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path, world: int) -> None:
     keys = {**strips(tmp_path), "checkpoint.every_steps": 1, "checkpoint.keep_last": 9}
     job, other = packed_job(tmp_path), tmp_path / "other"
-    fit_on_ranks(world, job, None, **flags(keys))
+    runs.fit_on_ranks(world, job, None, **flags(keys))
     (other / "checkpoints").mkdir(parents=True)
     shutil.copy(tmp_path / "run/config.toml", other)
     step = "checkpoints/step-00000002"
     shutil.copytree(tmp_path / "run" / step, other / step)
-    fit_on_ranks(world, job, None, **flags({**keys, "run.dir": str(other)}))
-    assert_same_bits(saved_tensors(other), saved_tensors(tmp_path / "run"))
+    runs.fit_on_ranks(world, job, None, **flags({**keys, "run.dir": str(other)}))
+    runs.assert_same_bits(runs.saved_tensors(other), runs.saved_tensors(tmp_path / "run"))
 
 
 @pytest.mark.lane("quick")

@@ -17,6 +17,7 @@ from torch import nn
 import forge_core
 import forge_moe
 import forge_vlm
+import forge_vlm as fv
 from forge_ckpt import Store
 from forge_ckpt.stage_state import NamedState
 from forge_core import Transformer, TransformerConfig
@@ -25,14 +26,6 @@ from forge_core.lora import LoRAConfig, lora
 from forge_core.model import AttentionSpec, check_init_tables
 from forge_core.optim import EMAConfig, OptimizerConfig, build_optimizer, hidden_matrices
 from forge_moe import MoE, MoEConfig, SortedExperts
-from forge_vlm import (
-    VLM,
-    CrossAttentionConfig,
-    FusionConfig,
-    ModalityConfig,
-    VisionConfig,
-    VLMConfig,
-)
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.vision import ViTConfig
 
@@ -75,29 +68,29 @@ def mixture() -> nn.Module:
 
 
 def vlm(**options: Any) -> nn.Module:
-    vision = VisionConfig(
+    vision = fv.VisionConfig(
         vit=ViTConfig(image_size=8, patch_size=4, dim=8, num_layers=1, num_heads=2)
     )
-    return VLM(
-        VLMConfig(
-            **SIZES, **{"vision": vision, "modalities": {"image": ModalityConfig(31)}, **options}
+    return fv.VLM(
+        fv.VLMConfig(
+            **SIZES, **{"vision": vision, "modalities": {"image": fv.ModalityConfig(31)}, **options}
         )
     )
 
 
 def cross() -> nn.Module:
-    own = CrossAttentionConfig(every_n_layers=1, qk_norm=True)
-    return vlm(fusion=FusionConfig("cross_attention", cross_attention=own))
+    own = fv.CrossAttentionConfig(every_n_layers=1, qk_norm=True)
+    return vlm(fusion=fv.FusionConfig("cross_attention", cross_attention=own))
 
 
 def moma() -> nn.Module:
     def experts(group: str, num: int) -> nn.Module:
         return SortedExperts(MoEConfig(8, 16, num, top_k=2, bias=True))
 
-    own = FusionConfig("moma", moma=MoMaConfig(num_experts=2))
-    discrete = {"image": ModalityConfig(16, 8, discrete=True)}
-    config = VLMConfig(**SIZES, vision=VisionConfig("none"), modalities=discrete, fusion=own)
-    return VLM(config, experts=experts)
+    own = fv.FusionConfig("moma", moma=MoMaConfig(num_experts=2))
+    discrete = {"image": fv.ModalityConfig(16, 8, discrete=True)}
+    config = fv.VLMConfig(**SIZES, vision=fv.VisionConfig("none"), modalities=discrete, fusion=own)
+    return fv.VLM(config, experts=experts)
 
 
 def chameleon() -> nn.Module:
@@ -222,7 +215,7 @@ IMAGES = {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
 def encoder(model_type: str, **keys: object) -> nn.Module:
     pytest.importorskip("transformers")
     own = {"model_type": model_type, "hidden_size": 8, "intermediate_size": 8, **keys}
-    return vlm(vision=VisionConfig("transformers", transformers=own))
+    return vlm(vision=fv.VisionConfig("transformers", transformers=own))
 
 
 def mllama() -> nn.Module:

@@ -16,6 +16,7 @@ from forge_core import flops_per_token, initialize
 from forge_parallel import ParallelConfig, materialize
 from forge_parallel.plan import Profile, estimate_layout, trace
 from forge_testing import vlm_jobs
+from forge_testing.counts import bytes_kept
 from forge_testing.problems import rejects
 from forge_train import Trainer, load_job
 from forge_train.build.build import build_model
@@ -75,18 +76,8 @@ def test_activations_are_what_a_real_forward_keeps(fusion: str, frozen: bool) ->
     model = materialize(built, torch.device("cpu"))
     initialize(model, 0)
     model.train()
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in parameters:
-            saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
     tokens, images = rows(config)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        model(tokens, images=images)
-    measured = sum(t.untyped_storage().nbytes() for t in saved.values())
+    measured = bytes_kept(model, tokens, images=images)
     blocks = sum(found.kinds[k].saved for k in Profile(built, S).order)
     said = found.first.saved + found.last.saved + found.shared + blocks
     assert said == pytest.approx(measured, rel=0.1)

@@ -128,7 +128,8 @@ def test_F130_every_command_of_the_page_runs(
     image = transformers.AutoTokenizer.from_pretrained("data/vicuna-image")("<image>").input_ids[-1]
     (place / "configs/models/llava_7b.toml").write_text(TINY.replace("IMAGE", str(image)))
     assert image == 3 + 256, "the first id behind those of Vicuna, as the page says"
-    commands = "".join(blocks("bash")).splitlines()
+    shown = re.findall(r"^\$ (.*)$", "".join(blocks("console")), re.MULTILINE)
+    commands = [*"".join(blocks("bash")).splitlines(), *shown]
     assert len(commands) == 6
     for command in commands:
         program, *words = shlex.split(command.partition(" | ")[0])

@@ -30,7 +30,6 @@ FEW = [*SHORT, "--schedule.warmup_steps", "0", "--train.global_batch", "2"]
 MORE = """\
 forge-train generate Qwen3-VL-2B-Instruct --image receipts/0.png --prompt color? --temperature 0 --max_new_tokens 4
 forge-train generate runs/qwen3_vl --prompts receipts/questions.jsonl --temperature 0 --max_new_tokens 4
-forge-train export runs/qwen3_vl runs/qwen3_vl_merged --dtype bf16 --check
 forge-train plan apps/train/configs/qwen3_vl.toml --gpus 8 --data.seq_len 512
 forge-vlm prepare apps/train/configs/qwen3_vl.toml --output receipts/prepared
 """
@@ -59,7 +58,8 @@ def test_every_command_of_the_page_runs(place: Path, monkeypatch: pytest.MonkeyP
     peft = pytest.importorskip("peft")
     (code,) = blocks("python")
     exec(code.replace("mkdir()", "mkdir(exist_ok=True)"), {})
-    make, *commands = ("".join(blocks("bash")) + MORE).splitlines()
+    shown = "".join(blocks("console")).replace("$ ", "")
+    make, *commands = ("".join(blocks("bash")) + shown + MORE).splitlines()
     assert make == "python -m examples.tiny_models qwen3_vl Qwen3-VL-2B-Instruct"
     assert len(commands) == 9
     for command in commands:

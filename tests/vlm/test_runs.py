@@ -14,13 +14,7 @@ from forge_core import initialize
 from forge_data import Loader
 from forge_testing.problems import ANY, rejects
 from forge_testing.processes import forge_train
-from forge_testing.runs import (
-    assert_same_bits,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    saved_tensors,
-)
+from forge_testing.runs import assert_same_bits, columns, fit_alone, fit_on_ranks, saved_tensors
 from forge_testing.squares import Squares
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
 from forge_train import ConfigError, DataError, Trainer, load_job, load_trained

@@ -11,18 +11,9 @@ import pytest
 import torch
 
 from forge_core import initialize
+from forge_testing import runs
 from forge_testing.problems import rejects
 from forge_testing.processes import start
-from forge_testing.runs import (
-    assert_close,
-    assert_same_bits,
-    assert_same_rows,
-    columns,
-    fit_alone,
-    fit_on_ranks,
-    saved_tensors,
-    together,
-)
 from forge_testing.vlm_jobs import TRANSFORMERS, flags, write_vlm_job
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_vlm import VLM
@@ -30,15 +21,11 @@ from forge_vlm import VLM
 pytestmark = pytest.mark.lane("test")
 
 STAGES = """
-[optimizer.groups.vision]
-patterns = ["vision.*"]
-lr_multiplier = 0.0
-[optimizer.groups.text]
-patterns = ["embedding.*", "layers.*", "norm.*", "lm_head.*"]
-lr_multiplier = 0.0
-[train.stages.whole]
-start_step = 4
-lr_multipliers = { text = 0.1 }
+[optimizer.groups]
+vision = { patterns = ["vision.*"], lr_multiplier = 0.0 }
+text = { patterns = ["embedding.*", "layers.*", "norm.*", "lm_head.*"], lr_multiplier = 0.0 }
+[train.stages]
+whole = { start_step = 4, lr_multipliers = { text = 0.1 } }
 """
 SAVED = {"checkpoint.every_steps": 1, "checkpoint.keep_last": 9}
 TEXT = {"data.sources.squares.options": {"group": 12, "text": 6}}
@@ -46,7 +33,7 @@ TEXT = {"data.sources.squares.options": {"group": 12, "text": 6}}
 
 def moved(run: Path, before: int, after: int) -> set[str]:
     """First words of the weights that differ between two checkpoints."""
-    one, two = saved_tensors(run, before), saved_tensors(run, after)
+    one, two = runs.saved_tensors(run, before), runs.saved_tensors(run, after)
     names = [n for n in one if n.startswith("model.") and not torch.equal(one[n], two[n])]
     return {name.split(".")[1] for name in names}
 
@@ -62,11 +49,11 @@ def test_F69_each_stage_trains_its_part_and_resumes_with_the_same_bits(
         pytest.importorskip("transformers")
     keys = {**SAVED, **TEXT, **encoder}
     job, run = write_vlm_job(tmp_path, STAGES), tmp_path / "run"
-    ran = fit_on_ranks(world, job, None, **flags(keys))
+    ran = runs.fit_on_ranks(world, job, None, **flags(keys))
     assert {(r.code, r.step) for r in ran} == {(0, 6)}
     assert moved(run, 1, 3) == {"adapter"}
     assert moved(run, 3, 6) == {"adapter", "embedding", "layers", "norm", "lm_head"}
-    assert not [n for n in saved_tensors(run) if "vision" in n and not n.startswith("model.")]
+    assert not [n for n in runs.saved_tensors(run) if "vision" in n and not n.startswith("model.")]
     for step in (2, 5):
         other = tmp_path / f"from{step}"
         (other / "checkpoints").mkdir(parents=True)
@@ -74,10 +61,10 @@ def test_F69_each_stage_trains_its_part_and_resumes_with_the_same_bits(
         shutil.copytree(
             run / f"checkpoints/step-{step:08d}", other / f"checkpoints/step-{step:08d}"
         )
-        again = fit_on_ranks(world, job, None, **flags({**keys, "run.dir": str(other)}))
+        again = runs.fit_on_ranks(world, job, None, **flags({**keys, "run.dir": str(other)}))
         assert {r.problems for r in again} == {()}
         assert read_run(other).events[0]["event"] == "resume"
-        assert_same_bits(saved_tensors(other), saved_tensors(run))
+        runs.assert_same_bits(runs.saved_tensors(other), runs.saved_tensors(run))
 
 
 #: LLaVA's third stage: the encoder too, at a tenth of the rate.
@@ -97,7 +84,7 @@ def test_the_third_stage_trains_the_encoder_and_resumes_with_the_same_bits(
     """Resumed before it, at its first step and inside, where the encoder has moments."""
     keys = {**SAVED, **TEXT, "train.steps": 8}
     job, run = write_vlm_job(tmp_path, STAGES + THIRD), tmp_path / "run"
-    fit_on_ranks(world, job, None, **flags(keys))
+    runs.fit_on_ranks(world, job, None, **flags(keys))
     assert "vision" not in moved(run, 1, 5)
     assert {"vision", "adapter", "layers"} <= moved(run, 5, 6)
     stages = [e["lr_multipliers"] for e in read_run(run).events if e["event"] == "stage"]
@@ -108,9 +95,9 @@ def test_the_third_stage_trains_the_encoder_and_resumes_with_the_same_bits(
         shutil.copy(run / "config.toml", other)
         name = f"checkpoints/step-{step:08d}"
         shutil.copytree(run / name, other / name)
-        again = fit_on_ranks(world, job, None, **flags({**keys, "run.dir": str(other)}))
+        again = runs.fit_on_ranks(world, job, None, **flags({**keys, "run.dir": str(other)}))
         assert {r.problems for r in again} == {()}
-        assert_same_bits(saved_tensors(other), saved_tensors(run))
+        runs.assert_same_bits(runs.saved_tensors(other), runs.saved_tensors(run))
 
 
 @pytest.mark.lane("quick")
@@ -118,11 +105,11 @@ def test_F77_a_stage_at_the_first_step_holds(tmp_path: Path) -> None:
     """The multipliers of groups are those of step 1: no weight with 0 has moved after it, and those of a stage come with it."""
     job = write_vlm_job(tmp_path, STAGES)
     keys = {**SAVED, "init.seed": 2, "train.steps": 2, "train.stages.whole.start_step": 2}
-    fit_alone(job, **keys)
+    runs.fit_alone(job, **keys)
     config = load_job(job, keys).config
     start = VLM(config.model)
     initialize(start, 2)
-    first, second = (saved_tensors(tmp_path / "run", step) for step in (1, 2))
+    first, second = (runs.saved_tensors(tmp_path / "run", step) for step in (1, 2))
     names = [name for name, _ in start.named_parameters()]
     changed = {n for n in names if not torch.equal(start.get_parameter(n), first[f"model.{n}"])}
     assert {n.partition(".")[0] for n in changed} == {"adapter"}
@@ -137,14 +124,14 @@ def test_F77_a_stage_at_the_first_step_holds(tmp_path: Path) -> None:
 def test_F77_a_stage_that_starts_with_the_run_holds_from_the_first_step(tmp_path: Path) -> None:
     """Its multipliers stand in place of those of groups, as if groups had them."""
     job, other = (write_vlm_job(tmp_path / name, STAGES) for name in ("staged", "plain"))
-    fit_alone(job, **{"train.steps": 2, "train.stages.whole.start_step": 1})
-    fit_alone(
+    runs.fit_alone(job, **{"train.steps": 2, "train.stages.whole.start_step": 1})
+    runs.fit_alone(
         other, **{"train.steps": 2, "train.stages": {}, "optimizer.groups.text.lr_multiplier": 0.1}
     )
-    assert columns(job)["loss"] == columns(other)["loss"]
-    mine, wanted = (saved_tensors(tmp_path / name / "run") for name in ("staged", "plain"))
+    assert runs.columns(job)["loss"] == runs.columns(other)["loss"]
+    mine, wanted = (runs.saved_tensors(tmp_path / name / "run") for name in ("staged", "plain"))
     weights = [name for name in wanted if name.startswith("model.")]
-    assert_same_bits({n: mine[n] for n in weights}, {n: wanted[n] for n in weights})
+    runs.assert_same_bits({n: mine[n] for n in weights}, {n: wanted[n] for n in weights})
 
 
 #: Of the encoder's two blocks the last one is trained, and its patches are frozen.
@@ -162,11 +149,11 @@ def test_F78_a_partly_frozen_encoder_is_sharded_and_its_gradients_are_summed(
 ) -> None:
     alone, many = (write_vlm_job(tmp_path / name, PARTLY) for name in ("alone", "many"))
     keys = {**SAVED, **TEXT, "model.vision.vit.num_layers": 2}
-    wanted = fit_alone(alone, **keys)
-    got = together(fit_on_ranks(2, many, None, **flags(keys)))
-    assert_close(got, wanted.weights)
-    assert_same_rows(columns(many), columns(alone))
-    one, six = (saved_tensors(tmp_path / "many/run", step) for step in (1, 6))
+    wanted = runs.fit_alone(alone, **keys)
+    got = runs.together(runs.fit_on_ranks(2, many, None, **flags(keys)))
+    runs.assert_close(got, wanted.weights)
+    runs.assert_same_rows(runs.columns(many), runs.columns(alone))
+    one, six = (runs.saved_tensors(tmp_path / "many/run", step) for step in (1, 6))
     still = {n for n in one if ".vision." in n and torch.equal(one[n], six[n])}
     assert {n.split(".")[2] for n in still} == {"patches", "positions", "layers"}
     assert not [n for n in still if ".layers.1." in n]
@@ -178,7 +165,7 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path, step: i
     """SIGKILL in each stage, behind its third step, of a process as a user starts it."""
     whole, job = (write_vlm_job(tmp_path / name, STAGES) for name in ("whole", "killed"))
     keys = {**SAVED, "checkpoint.wait": True}
-    fit_alone(whole, **keys)
+    runs.fit_alone(whole, **keys)
     death = {
         "callbacks.end.name": "forge_testing.vlm_jobs:Killed",
         "callbacks.end.options.at": step,
@@ -189,10 +176,12 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path, step: i
     )
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
-    assert fit_alone(job, **keys).step == 6
+    assert runs.fit_alone(job, **keys).step == 6
     (resumed,) = (e for e in read_run(tmp_path / "killed/run").events if e["event"] == "resume")
     assert resumed["step"] == step - 1
-    assert_same_bits(saved_tensors(tmp_path / "killed/run"), saved_tensors(tmp_path / "whole/run"))
+    runs.assert_same_bits(
+        runs.saved_tensors(tmp_path / "killed/run"), runs.saved_tensors(tmp_path / "whole/run")
+    )
 
 
 def test_a_frozen_encoder_is_in_eval_mode_whenever_it_is(tmp_path: Path) -> None:
@@ -222,12 +211,12 @@ def test_low_rank_adapters_of_the_text_model_with_a_trained_adapter(tmp_path: Pa
     """The encoder and the text's own weights stay as they are; the projector learns, and so do the low-rank matrices."""
     alone, many = (write_vlm_job(tmp_path / name) for name in ("alone", "many"))
     keys = {**SAVED, **TEXT, **ADAPTERS}
-    wanted = fit_alone(alone, **keys)
-    got = together(fit_on_ranks(2, many, None, **flags(keys)))
-    assert_close(got, wanted.weights)
-    assert_same_rows(columns(many), columns(alone))
+    wanted = runs.fit_alone(alone, **keys)
+    got = runs.together(runs.fit_on_ranks(2, many, None, **flags(keys)))
+    runs.assert_close(got, wanted.weights)
+    runs.assert_same_rows(runs.columns(many), runs.columns(alone))
     run = tmp_path / "many/run"
-    saved = saved_tensors(run)
+    saved = runs.saved_tensors(run)
     assert {n.split(".")[1] for n in saved if n.startswith("model.")} == {"adapter", "layers"}
     assert all("lora" in n for n in saved if n.startswith("model.layers."))
     assert moved(run, 1, 6) == {"adapter", "layers"}
@@ -235,8 +224,8 @@ def test_low_rank_adapters_of_the_text_model_with_a_trained_adapter(tmp_path: Pa
     shutil.copytree(run, other)
     for step in range(3, 7):
         shutil.rmtree(other / f"checkpoints/step-{step:08d}")
-    fit_on_ranks(2, many, None, **flags({**keys, "run.dir": str(other)}))
-    assert_same_bits(saved_tensors(other), saved)
+    runs.fit_on_ranks(2, many, None, **flags({**keys, "run.dir": str(other)}))
+    runs.assert_same_bits(runs.saved_tensors(other), saved)
 
 
 @pytest.mark.parametrize(

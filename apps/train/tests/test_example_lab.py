@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forge_testing import write_job
+from forge_testing.vlm_jobs import SETTINGS
 from forge_train import read_run
 
 pytestmark = pytest.mark.lane("test")
@@ -67,16 +68,7 @@ steps = 4
 global_batch = 6
 objective = "smoothed"
 objective_options = {{smoothing = 0.2}}
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-precision = "fp32"
-[metrics]
-every_steps = 1
-console = "off"
+{SETTINGS}
 [metrics.sinks.columns]
 name = "csv"
 options = {{columns = "loss lr"}}
@@ -84,8 +76,6 @@ options = {{columns = "loss lr"}}
 name = "losses"
 every_steps = 2
 options = {{file = "kept.txt"}}
-[sample]
-max_new_tokens = 0
 """)
     return folder / "job.toml"
 

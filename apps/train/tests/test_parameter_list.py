@@ -14,12 +14,9 @@ from forge_train import Trainer, cli, load_job, read_run
 pytestmark = pytest.mark.lane("test")
 
 TABLES = """
-[optimizer.groups.head]
-patterns = ["lm_head.*"]
-weight_decay = 0.5
-[optimizer.groups.front]
-patterns = ["embedding.*"]
-lr_multiplier = 0.0
+[optimizer.groups]
+head = { patterns = ["lm_head.*"], weight_decay = 0.5 }
+front = { patterns = ["embedding.*"], lr_multiplier = 0.0 }
 [model.moe]
 num_experts = 4
 bias = true

@@ -28,13 +28,7 @@ from forge_vlm import ModalityConfig
 
 pytestmark = pytest.mark.lane("test")
 
-TINY: dict[str, Any] = {
-    "vocab_size": 8,
-    "dim": 8,
-    "num_layers": 1,
-    "num_heads": 2,
-    "max_seq_len": 8,
-}
+TINY: Any = {"vocab_size": 8, "dim": 8, "num_layers": 1, "num_heads": 2, "max_seq_len": 8}
 
 
 def write(path: Path, table: Any) -> Path:

@@ -15,11 +15,7 @@ from forge_data.describe import ends_of_documents
 from forge_data.tokenizer import encode_prompt, prompt_ids
 from forge_testing.problems import rejects
 from forge_train import ConfigError, Trainer, load_job
-from forge_train.build.begin_tokens import (
-    began_texts_without,
-    begin_problems,
-    begin_texts_without,
-)
+from forge_train.build.begin_tokens import began_texts_without, begin_problems, begin_texts_without
 from forge_train.build.data import run_tokenizer
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.layers import Layers

@@ -1,4 +1,4 @@
-"""States without shards, for tests that compare layouts."""
+"""States without shards, and states to load into, for tests that compare layouts."""
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,3 +13,14 @@ def full(state):
     if isinstance(state, DTensor):
         return state.full_tensor().detach().clone()
     return state.detach().clone() if isinstance(state, torch.Tensor) else state
+
+
+def spoiled(built, train, warm):
+    """Model and optimizer with other weights. `warm`: the optimizer has made a step, and so has slots of its own to be filled."""
+    model, optimizer = built
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(9.0)
+    if warm:
+        train(model, optimizer, 1)
+    return model, optimizer

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from full_state import full, spoiled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -27,9 +28,6 @@ from forge_ckpt import StepExists, Store, read_tensors
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from full_state import full
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -112,12 +110,7 @@ def save(path, shape, form):
 
 
 def load(root, shape, wanted, warm):
-    model, optimizer = build(shape)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(9.0)
-    if warm:
-        train(model, optimizer, 1)
+    model, optimizer = spoiled(build(shape), train, warm)
     state = {"model": model, "optimizer": optimizer, "train_state": {}}
     with Store(root) as store:
         assert store.load(state) == 2

@@ -6,15 +6,12 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
+from disk_calls import record_calls
 
 from forge_ckpt import Store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_calls import record_calls
 
 pytestmark = pytest.mark.lane("test")
 
@@ -51,22 +48,29 @@ def child(point, steps):
             setattr(os, name, wrap(getattr(os, name)))
         for step in steps:
             store.save(step, state(step))
+
+def points(steps, damage=lambda: None):
+    # each call at which a process that saves `steps` after steps 1 and 2 was killed, and the first one after them
+    point, done = 0, False
+    while not done:
+        point += 1
+        shutil.rmtree(root, ignore_errors=True)
+        with Store(root, keep_last=2) as store:
+            store.save(1, state(1))
+            store.save(2, state(2))
+        damage()
+        pid = os.fork()
+        if pid == 0:
+            child(point, steps)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        done = not os.WIFSIGNALED(status)
+        assert done or os.WTERMSIG(status) == signal.SIGKILL, status
+        yield point
 """
 _CRASH = """
-point, done, kinds = 0, False, set()
-while not done:
-    point += 1
-    shutil.rmtree(root, ignore_errors=True)
-    with Store(root, keep_last=2) as store:
-        for step in (1, 2):
-            store.save(step, state(step))
-    pid = os.fork()
-    if pid == 0:
-        child(point, (3,))
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    done = not os.WIFSIGNALED(status)
-    assert done or os.WTERMSIG(status) == signal.SIGKILL, status
+kinds = set()
+for point in points((3,)):
     left = sorted(n for n in os.listdir(root) if ".tmp-" in n)
     kinds.add((bool(left), os.path.exists(root + "/step-00000003")))
     got = state(0)
@@ -101,22 +105,12 @@ def test_F53_killed_at_every_disk_call_one_checkpoint_loads(tmp_path, mode):
 
 # Step 2 is damaged and saved again: the damaged one moves to quarantine, then the new one gets its name.
 _AGAIN = """
-point, done, kinds = 0, False, set()
-while not done:
-    point += 1
-    shutil.rmtree(root, ignore_errors=True)
-    with Store(root, keep_last=2) as store:
-        for step in (1, 2):
-            store.save(step, state(step))
+def damage():
     with open(root + "/step-00000002/data-0.bin", "r+b") as file:
         file.write(b"damaged")
-    pid = os.fork()
-    if pid == 0:
-        child(point, (2,))
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    done = not os.WIFSIGNALED(status)
-    assert done or os.WTERMSIG(status) == signal.SIGKILL, status
+
+kinds = set()
+for point in points((2,), damage):
     left = any(".tmp-" in n for n in os.listdir(root))
     moved = os.path.exists(root + "/quarantine/step-00000002-0")
     kinds.add((left, moved))

@@ -1,12 +1,11 @@
 """Saved by N ranks, loaded by M, with the full tensors compared on every rank."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from full_state import full, spoiled
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,9 +15,6 @@ from forge_ckpt import Store, manifest
 from forge_ckpt.files import Directory
 from forge_ckpt.read import reader
 from forge_testing import run_on_ranks
-
-sys.path.insert(0, str(Path(__file__).parent))
-from full_state import full
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
@@ -92,13 +88,7 @@ def save(root, shape, step=3):
 
 
 def load(root, shape, wanted, warm):
-    """``warm``: the optimizer has made a step, and so has slots of its own to be filled."""
-    model, optimizer = build(shape)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(9.0)
-    if warm:
-        train(model, optimizer, 1)
+    model, optimizer = spoiled(build(shape), train, warm)
     state = {"model": model, "optimizer": optimizer, "loader": {}}
     with Store(root) as store:
         step = store.load(state)

@@ -102,8 +102,8 @@ def _is_container(tree):
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("fuzz")
     with Store(path) as store:
-        store.save(1, _state(1))
-        store.save(2, _state(2))
+        for step in (1, 2):
+            store.save(step, _state(step))
     assert bytes([POISON]) not in (path / "step-00000002" / "data-0.bin").read_bytes()
     return path
 

@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from disk_calls import record_calls
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -33,9 +33,6 @@ from forge_ckpt.read.tensors import SavedTensors
 from forge_ckpt.verbs import compare
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem, rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from disk_calls import record_calls
 
 pytestmark = pytest.mark.lane("test")
 

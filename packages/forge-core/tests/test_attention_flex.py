@@ -7,17 +7,9 @@ import torch
 from torch import Tensor
 
 from forge_core.model import attention_flex
+from forge_core.model import attention_ops as ops
 from forge_core.model.attention import LocalAttention
 from forge_core.model.attention_flex import BLOCK, attend_flex, dense_blocks
-from forge_core.model.attention_ops import (
-    AttentionSpec,
-    SegmentPlan,
-    attend_documents,
-    attend_sequences,
-    choose_backend,
-    reference_attention,
-    visible,
-)
 from forge_core.model.context import TokenContext
 
 pytestmark = pytest.mark.lane("test")
@@ -35,7 +27,7 @@ def seen_by(rows: list[list[int]], window: int | None) -> Tensor:
     """(B, S, S) bool, from the definition."""
     ids = torch.stack([torch.arange(len(r)).repeat_interleave(torch.tensor(r)) for r in rows])
     index = torch.arange(S)
-    return visible(index, index, window) & (ids[:, :, None] == ids[:, None])
+    return ops.visible(index, index, window) & (ids[:, :, None] == ids[:, None])
 
 
 def by_blocks(mask: Tensor, reduce: str, beyond: bool = False) -> Tensor:
@@ -60,7 +52,7 @@ def listed(count: Tensor, indices: Tensor) -> Tensor:
 def test_the_rule_and_its_blocks_are_those_of_the_definition(rows: str, window: int | None) -> None:
     """Blocks are exactly those with a pair that sees each other, none too many."""
     wanted = seen_by(ROWS[rows], window)
-    mask = SegmentPlan.of_lengths(ROWS[rows]).blocks(window, torch.device("cpu"))
+    mask = ops.SegmentPlan.of_lengths(ROWS[rows]).blocks(window, torch.device("cpu"))
     index = torch.arange(S)
     row = torch.arange(len(wanted))[:, None, None]
     rule = mask.mask_mod(row, torch.tensor(0), index[:, None], index)
@@ -88,10 +80,10 @@ def test_blocks_of_a_mask_are_those_of_its_pairs() -> None:
 
 
 SPECS = {
-    "softcap": AttentionSpec(softcap=0.5),
-    "softcap window": AttentionSpec(softcap=0.8, window=60, scale=0.4),
-    "sinks": AttentionSpec(sinks=True, scale=0.4),
-    "softcap sinks window": AttentionSpec(softcap=0.8, sinks=True, window=129),
+    "softcap": ops.AttentionSpec(softcap=0.5),
+    "softcap window": ops.AttentionSpec(softcap=0.8, window=60, scale=0.4),
+    "sinks": ops.AttentionSpec(sinks=True, scale=0.4),
+    "softcap sinks window": ops.AttentionSpec(softcap=0.8, sinks=True, window=129),
 }
 
 
@@ -102,25 +94,25 @@ def test_forward_equals_held_scores(name: str) -> None:
     q, k, v = (torch.randn(2, S, heads, D, generator=generator) for heads in (H, K, K))
     sinks = torch.randn(H, generator=generator) if spec.sinks else None
     heads = (t.transpose(1, 2) for t in (q, k, v))
-    wanted = reference_attention(*heads, seen_by(rows, spec.window)[:, None], spec, sinks)
-    blocks = SegmentPlan.of_lengths(rows).blocks(spec.window, q.device)
+    wanted = ops.reference_attention(*heads, seen_by(rows, spec.window)[:, None], spec, sinks)
+    blocks = ops.SegmentPlan.of_lengths(rows).blocks(spec.window, q.device)
     got = attend_flex(q, k, v, blocks, spec, sinks)
     assert (got - wanted.transpose(1, 2)).abs().max() < 1e-5
 
 
 def test_on_cuda_with_triton_it_computes_what_has_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    plan, x = SegmentPlan.of_lengths([[3, 5]]), torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)
+    plan, x = ops.SegmentPlan.of_lengths([[3, 5]]), torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16)
     for triton in (True, False):
         monkeypatch.setattr(attention_flex, "has_triton", lambda found=triton: found)
         flex = "flex" if triton else "reference"
         packed = "flex" if triton else "by_length"
-        assert choose_backend(x, AttentionSpec(softcap=1.0)) == flex
-        assert choose_backend(x, AttentionSpec(softcap=1.0, sinks=True), plan) == packed
-        assert choose_backend(x.float(), AttentionSpec(sinks=True)) == flex
-        assert choose_backend(x, AttentionSpec(sinks=True)) == "varlen"
-        assert choose_backend(x, AttentionSpec()) == "sdpa"
-        assert choose_backend(x[..., :8], AttentionSpec(softcap=1.0)) == "reference"
+        assert ops.choose_backend(x, ops.AttentionSpec(softcap=1.0)) == flex
+        assert ops.choose_backend(x, ops.AttentionSpec(softcap=1.0, sinks=True), plan) == packed
+        assert ops.choose_backend(x.float(), ops.AttentionSpec(sinks=True)) == flex
+        assert ops.choose_backend(x, ops.AttentionSpec(sinks=True)) == "varlen"
+        assert ops.choose_backend(x, ops.AttentionSpec()) == "sdpa"
+        assert ops.choose_backend(x[..., :8], ops.AttentionSpec(softcap=1.0)) == "reference"
 
 
 @pytest.mark.gpu
@@ -134,28 +126,28 @@ def test_values_and_gradients_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     sinks = torch.randn(H, device="cuda", requires_grad=True)
     given += [sinks] if spec.sinks else []
     upstream = torch.randn_like(given[0])
-    plan = SegmentPlan.of_lengths(rows)
+    plan = ops.SegmentPlan.of_lengths(rows)
     heads = (t.transpose(1, 2).double() for t in given[:3])
     mask = seen_by(rows, spec.window)[:, None].cuda()
-    out = reference_attention(*heads, mask, spec, sinks.double() if spec.sinks else None)
+    out = ops.reference_attention(*heads, mask, spec, sinks.double() if spec.sinks else None)
     wanted = [
         out.transpose(1, 2),
         *torch.autograd.grad(out.transpose(1, 2), given, upstream.double()),
     ]
 
-    out = attend_documents(*given[:3], plan, spec, *given[3:])
+    out = ops.attend_documents(*given[:3], plan, spec, *given[3:])
     got = [out, *torch.autograd.grad(out, given, upstream)]
     bound = 1e-3 if dtype == torch.float32 else 3e-2
     for a, b in zip(got, wanted):
         assert (a.double() - b.double()).abs().max() / b.double().abs().max() < bound
-    whole = attend_sequences(*given[:3], spec, *given[3:])
+    whole = ops.attend_sequences(*given[:3], spec, *given[3:])
     assert whole.shape == out.shape
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_mask_of_ones_own_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    attend = LocalAttention(AttentionSpec(window=60))
+    attend = LocalAttention(ops.AttentionSpec(window=60))
     given = [torch.randn(2, S, heads, 64, device="cuda").requires_grad_() for heads in (H, K, K)]
     shown = torch.rand(2, S, S, device="cuda") < 0.3
     attend._mask = lambda ctx, queries, keys: shown

@@ -12,16 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from forge_core.model.attention_ops import (
-    AttentionSpec,
-    SegmentPlan,
-    attend_documents,
-    attend_sequences,
-    choose_backend,
-    reference_attention,
-    visible,
-)
+from forge_core.model import attention_ops as ops
 from forge_core.model.attention_sinks import varlen_with_sinks
+from forge_testing.kernels import flash_gradients
 
 pytestmark = pytest.mark.lane("test")
 
@@ -37,12 +30,12 @@ def parts(dtype: torch.dtype, size: int = S) -> list[Tensor]:
     return [*made, sinks.requires_grad_()]
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, spec: AttentionSpec, rows: list[list[int]]) -> Tensor:  # fmt: skip
+def reference(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, spec: ops.AttentionSpec, rows: list[list[int]]) -> Tensor:  # fmt: skip
     ids = torch.stack([torch.arange(len(r)).repeat_interleave(torch.tensor(r)) for r in rows])
     index = torch.arange(q.size(1))
-    mask = visible(index, index, spec.window) & (ids[:, :, None] == ids[:, None])
+    mask = ops.visible(index, index, spec.window) & (ids[:, :, None] == ids[:, None])
     heads = (t.transpose(1, 2) for t in (q, k, v))
-    return reference_attention(*heads, mask[:, None], spec, sinks).transpose(1, 2)
+    return ops.reference_attention(*heads, mask[:, None], spec, sinks).transpose(1, 2)
 
 
 def outputs(out: Tensor, given: list[Tensor]) -> list[Tensor]:
@@ -64,11 +57,11 @@ def test_values_and_gradients_are_those_of_held_scores(
     rows: str, window: int | None, dtype: torch.dtype, bound: float
 ) -> None:
     spec, plan = (
-        AttentionSpec(sinks=True, window=window, scale=0.3),
-        SegmentPlan.of_lengths(ROWS[rows]),
+        ops.AttentionSpec(sinks=True, window=window, scale=0.3),
+        ops.SegmentPlan.of_lengths(ROWS[rows]),
     )
     given = parts(dtype)
-    got = outputs(attend_documents(*given[:3], plan, spec, given[3]), given)
+    got = outputs(ops.attend_documents(*given[:3], plan, spec, given[3]), given)
     wide = [t.detach().double().requires_grad_() for t in given]
     wanted = outputs(reference(*wide, spec, ROWS[rows]), wide)
     for name, a, b in zip(("out", "q", "k", "v", "sinks"), got, wanted):
@@ -89,14 +82,16 @@ class Largest(TorchDispatchMode):
 def test_no_scores_of_a_square_are_made(window: int | None) -> None:
     given = parts(torch.float32, size=200)
     with Largest() as largest:
-        out = attend_sequences(*given[:3], AttentionSpec(sinks=True, window=window), given[3])
+        out = ops.attend_sequences(
+            *given[:3], ops.AttentionSpec(sinks=True, window=window), given[3]
+        )
         out.sum().backward()  # an expanded gradient, too
     assert largest.numbers <= 2 * B * H * 200 * D
 
 
 def test_compiled_it_is_one_graph_with_the_same_gradients() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        return attend_sequences(q, k, v, AttentionSpec(sinks=True, window=6), sinks)
+        return ops.attend_sequences(q, k, v, ops.AttentionSpec(sinks=True, window=6), sinks)
 
     given = parts(torch.float32)
     wanted = outputs(attend(*given), given)
@@ -139,12 +134,7 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
         assert lse.is_contiguous()
         found = scores(q, k, starts, longest, causal, scale, window_size_left, window_size_right)
         weights = (found - lse.unsqueeze(-1)).exp()
-        many = [t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v)]
-        slope = torch.einsum("qhd,khd->hqk", grad, many[1]) - (grad * out).sum(-1).t().unsqueeze(-1)
-        slope = weights * slope * scale
-        dk = torch.einsum("hqk,qhd->khd", slope, q), torch.einsum("hqk,qhd->khd", weights, grad)
-        folded = (t.unflatten(1, (k.size(1), -1)).sum(2) for t in dk)
-        return torch.einsum("hqk,khd->qhd", slope, many[0]), *folded
+        return flash_gradients(weights, grad, q, k, v, out, scale)
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
@@ -159,8 +149,8 @@ def test_the_kernels_of_cuda_get_the_output_with_sinks(
     flash: list[tuple[int, int]], rows: str, window: int | None, given_to_it: tuple[int, int]
 ) -> None:
     spec, plan = (
-        AttentionSpec(sinks=True, window=window, scale=0.3),
-        SegmentPlan.of_lengths(ROWS[rows]),
+        ops.AttentionSpec(sinks=True, window=window, scale=0.3),
+        ops.SegmentPlan.of_lengths(ROWS[rows]),
     )
     given = parts(torch.float64)
     tokens = [t.flatten(0, 1) for t in given[:3]]
@@ -176,15 +166,18 @@ def test_the_kernels_of_cuda_get_the_output_with_sinks(
 def test_on_cuda_sinks_in_16_bits_are_one_varlen_call(
     flash: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, rows: str
 ) -> None:
-    spec, plan = AttentionSpec(sinks=True, window=4, scale=0.3), SegmentPlan.of_lengths(ROWS[rows])
+    spec, plan = (
+        ops.AttentionSpec(sinks=True, window=4, scale=0.3),
+        ops.SegmentPlan.of_lengths(ROWS[rows]),
+    )
     given = parts(torch.bfloat16)
     wanted = outputs(reference(*given, spec, ROWS[rows]), given)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    assert choose_backend(given[0], spec, plan) == "varlen"
-    assert choose_backend(given[0].float(), spec) == "reference"  # without Triton
-    got = outputs(attend_documents(*given[:3], plan, spec, given[3]), given)
+    assert ops.choose_backend(given[0], spec, plan) == "varlen"
+    assert ops.choose_backend(given[0].float(), spec) == "reference"  # without Triton
+    got = outputs(ops.attend_documents(*given[:3], plan, spec, given[3]), given)
     if rows == "whole":
-        got = outputs(attend_sequences(*given[:3], spec, given[3]), given)
+        got = outputs(ops.attend_sequences(*given[:3], spec, given[3]), given)
     assert [error(a, b) < 2e-2 for a, b in itertools.zip_longest(got, wanted)] == [True] * 5
     assert set(flash) == {(3, 0)}
     assert len(flash) == (2 if rows == "whole" else 1)

@@ -44,16 +44,8 @@ def test_a_module_that_offers_its_count_is_not_looked_into():
 def test_F40_the_formula_of_a_dense_decoder():
     """Matrices and half of the attention square; the embedding lookup is not arithmetic."""
     dim, heads, kv_heads, head_dim, hidden, vocab, layers, seq = 16, 4, 2, 4, 24, 50, 3, 32
-    model = Transformer(
-        TransformerConfig(
-            vocab_size=vocab,
-            dim=dim,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            hidden_dim=hidden,
-        )
-    )
+    sizes = {"vocab_size": vocab, "dim": dim, "num_layers": layers, "hidden_dim": hidden}
+    model = Transformer(TransformerConfig(**sizes, num_heads=heads, num_kv_heads=kv_heads))
     matrices = dim * head_dim * (2 * heads + 2 * kv_heads) + 3 * dim * hidden
     attention = 2 * heads * head_dim * seq
     assert flops_per_token(model, seq) == 3 * (

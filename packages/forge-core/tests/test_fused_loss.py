@@ -7,14 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_core import (
-    LinearCrossEntropy,
-    Transformer,
-    TransformerConfig,
-    cross_entropy,
-    fused_cross_entropy,
-    initialize,
-)
+import forge_core
 from forge_core._shared import cross_entropy as shared
 from forge_testing.problems import rejects
 
@@ -40,19 +33,19 @@ def test_loss_and_gradients_are_those_of_the_logits(
     tied: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "_BLOCK_FUSED", block)
-    model = Transformer(
-        TransformerConfig(V, dim=32, num_layers=2, num_heads=2, tie_embeddings=tied)
+    model = forge_core.Transformer(
+        forge_core.TransformerConfig(V, dim=32, num_layers=2, num_heads=2, tie_embeddings=tied)
     )
-    initialize(model, 1, std=0.2)
+    forge_core.initialize(model, 1, std=0.2)
     tokens, labels = batch()
-    wanted = cross_entropy(model(tokens), labels)
+    wanted = forge_core.cross_entropy(model(tokens), labels)
     (wanted.sum / 7).backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
     counts = []
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
-        found = fused_cross_entropy(x, weight, labels)
+        found = forge_core.fused_cross_entropy(x, weight, labels)
         counts.append(int(found.count))
         return found.sum
 
@@ -75,8 +68,8 @@ def test_weights_of_labels_are_those_of_cross_entropy(
     weights[0, 4] = torch.nan  # of an ignored label: not read
     x, weight = (torch.randn(*shape, generator=generator) for shape in ((B, S, 8), (V, 8)))
     found = []
-    for loss in (lambda x, w: cross_entropy(x @ w.T, labels, weights=weights),
-                 lambda x, w: fused_cross_entropy(x, w, labels, weights=weights)):  # fmt: skip
+    for loss in (lambda x, w: forge_core.cross_entropy(x @ w.T, labels, weights=weights),
+                 lambda x, w: forge_core.fused_cross_entropy(x, w, labels, weights=weights)):  # fmt: skip
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         result = loss(*leaves)
         (result.sum / 7).backward()
@@ -87,26 +80,30 @@ def test_weights_of_labels_are_those_of_cross_entropy(
     for a, b in zip(got, wanted, strict=True):
         assert error(a, b) < 1e-6
     with rejects("weights", (3,), "shape"):
-        fused_cross_entropy(x, weight, labels, weights=torch.ones(3))
+        forge_core.fused_cross_entropy(x, weight, labels, weights=torch.ones(3))
 
 
 def test_the_logits_of_all_tokens_are_never_kept() -> None:
-    model = Transformer(TransformerConfig(V, dim=32, num_layers=1, num_heads=2, hidden_dim=48))
+    model = forge_core.Transformer(
+        forge_core.TransformerConfig(V, dim=32, num_layers=1, num_heads=2, hidden_dim=48)
+    )
     tokens, labels = batch()
     kept: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
     ):
-        model(tokens, loss=lambda x, w: fused_cross_entropy(x, w, labels).sum)
+        model(tokens, loss=lambda x, w: forge_core.fused_cross_entropy(x, w, labels).sum)
         assert not [s for s in kept if s[-1:] == (V,)]
-        cross_entropy(model(tokens), labels)
+        forge_core.cross_entropy(model(tokens), labels)
     assert (B * S, V) in kept
 
 
 def test_a_loss_is_given_the_hidden_states_and_the_weight() -> None:
-    model = Transformer(TransformerConfig(V, dim=32, num_layers=1, num_heads=2))
+    model = forge_core.Transformer(
+        forge_core.TransformerConfig(V, dim=32, num_layers=1, num_heads=2)
+    )
     tokens, labels = batch()
-    loss = LinearCrossEntropy(z_loss=1e-2, label_smoothing=0.1)
+    loss = forge_core.LinearCrossEntropy(z_loss=1e-2, label_smoothing=0.1)
     seen: list[Tensor] = []
 
     def inside(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -116,7 +113,9 @@ def test_a_loss_is_given_the_hidden_states_and_the_weight() -> None:
     hidden, inner = model.hidden(tokens), model(tokens, loss=inside)
     assert torch.equal(seen[0], hidden)
     assert torch.equal(seen[1], model.lm_head.weight)
-    wanted = cross_entropy(model.project(hidden), labels, z_loss=1e-2, label_smoothing=0.1).sum
+    wanted = forge_core.cross_entropy(
+        model.project(hidden), labels, z_loss=1e-2, label_smoothing=0.1
+    ).sum
     assert error(inner.detach(), wanted.detach()) < 1e-6
     last = model(tokens, last_only=True)
     assert torch.equal(last, model.project(hidden[:, -1:]))
@@ -126,21 +125,21 @@ def test_a_loss_is_given_the_hidden_states_and_the_weight() -> None:
 
 def test_a_custom_head_by_its_name_of_0_1_is_rejected() -> None:
     with rejects("Own.head", ..., "renamed"):
-        type("Own", (Transformer,), {"head": lambda self, x: x})
+        type("Own", (forge_core.Transformer,), {"head": lambda self, x: x})
 
 
 def test_no_label_gives_a_zero_with_a_graph_and_bf16_works() -> None:
     x = torch.randn(5, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(V, 8, dtype=torch.bfloat16, requires_grad=True)
-    none = fused_cross_entropy(x, weight, torch.full((5,), -100))
+    none = forge_core.fused_cross_entropy(x, weight, torch.full((5,), -100))
     none.sum.backward()
     assert (float(none.sum.detach()), int(none.count)) == (0.0, 0)
     assert float(x.grad.abs().max()) == float(weight.grad.abs().max()) == 0.0
     labels = torch.arange(5)
-    found = fused_cross_entropy(x, weight, labels).sum
-    assert error(found.detach(), cross_entropy(x @ weight.T, labels).sum.detach()) < 1e-5
+    found = forge_core.fused_cross_entropy(x, weight, labels).sum
+    assert error(found.detach(), forge_core.cross_entropy(x @ weight.T, labels).sum.detach()) < 1e-5
     with rejects("labels", (4,), "shape", where="(5, 8)"):
-        fused_cross_entropy(x, weight, labels[:4])
+        forge_core.fused_cross_entropy(x, weight, labels[:4])
 
 
 def test_F197_gradients_in_bf16_sum_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +154,8 @@ def test_F197_gradients_in_bf16_sum_over_all_blocks(monkeypatch: pytest.MonkeyPa
         for shape in ((B, S, 8), (V, 8))
     )
     exact = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
-    cross_entropy(exact[0] @ exact[1].T, labels).sum.backward()
-    fused_cross_entropy(x, weight, labels).sum.backward()
+    forge_core.cross_entropy(exact[0] @ exact[1].T, labels).sum.backward()
+    forge_core.fused_cross_entropy(x, weight, labels).sum.backward()
     for leaf, wanted in zip((x, weight), exact, strict=True):
         assert error(leaf.grad, wanted.grad) < 2**-6
 

@@ -22,14 +22,7 @@ from forge_core import (
     generate_stream,
     initialize,
 )
-from forge_core.generate import (
-    _Draws,
-    _ids_in,
-    _penalize,
-    candidates,
-    generate_text,
-    sample,
-)
+from forge_core.generate import _Draws, _ids_in, _penalize, candidates, generate_text, sample
 from forge_core.model.context import default_positions
 from forge_testing.problems import assert_problem, rejects
 

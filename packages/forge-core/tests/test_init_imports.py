@@ -5,26 +5,16 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.lane("test")
+from forge_testing.fresh import modules_loaded_by, packages_of
 
-CODE = """
-import sys
-{first}
-before = set(sys.modules)
-import forge_core
-new = set(sys.modules) - before
-tops = {{n.partition(".")[0] for n in new}} - {{"forge_core"}} - {{"torch"}} - set(sys.stdlib_module_names)
-print(sorted(tops), sum(n.startswith("torch") for n in new))
-"""
+pytestmark = pytest.mark.lane("test")
 
 
 @pytest.mark.slow
 def test_nothing_beyond_torch_is_loaded() -> None:
-    code = CODE.format(first="import torch")
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    names, parts_of_torch = out.stdout.rsplit(" ", 1)
-    assert names == "[]"
-    assert int(parts_of_torch) < 20  # not the compiler, not DTensor
+    loaded = modules_loaded_by("forge_core", after="torch")
+    assert packages_of(loaded) == {"forge_core", "torch"}
+    assert sum(name.startswith("torch") for name in loaded) < 20  # not the compiler, not DTensor
 
 
 def test_public_names_exist_and_are_few() -> None:

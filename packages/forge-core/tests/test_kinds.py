@@ -9,17 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core import Transformer, TransformerConfig, flops_per_token
+from forge_core import Transformer, TransformerConfig, flops_per_token, optim
 from forge_core.kinds import parameter_kinds
 from forge_core.lora import LoRAConfig, lora
 from forge_core.model.config import MLAConfig, MTPConfig, MuPConfig
-from forge_core.optim import (
-    OptimizerConfig,
-    OptimizerGroupConfig,
-    build_optimizer,
-    hidden_matrices,
-    param_groups,
-)
 from forge_core.optim.build import changes_of_older_run
 from forge_core.optim.groups import lr_scales
 from forge_testing.problems import rejects
@@ -72,7 +65,7 @@ def test_F146_kinds_of_a_decoder(name: str) -> None:
         model = Transformer(TransformerConfig(**{**SMALL, **options}))
     assert parameter_kinds(model) == table
     hidden = {n for n, k in table.items() if k == "matrix" and n.startswith(("layers.", "mtp."))}
-    assert hidden_matrices(model, OptimizerConfig("muon")) == hidden
+    assert optim.hidden_matrices(model, optim.OptimizerConfig("muon")) == hidden
 
 
 class Stacks(nn.Module):
@@ -143,13 +136,13 @@ def test_F146_stacks_of_vectors_do_not_decay(name: str) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0).grad = torch.zeros_like(parameter)
-    build_optimizer(model, OptimizerConfig(name, lr=1.0, weight_decay=0.1)).step()
+    optim.build_optimizer(model, optim.OptimizerConfig(name, lr=1.0, weight_decay=0.1)).step()
     moved = {n for n, p in model.named_parameters() if not torch.equal(p, torch.ones_like(p))}
     assert moved == DECAYED
 
 
 def test_F146_muon_takes_no_stack_of_vectors() -> None:
-    assert hidden_matrices(Foreign(), OptimizerConfig("muon")) == {"layers.0.up"}
+    assert optim.hidden_matrices(Foreign(), optim.OptimizerConfig("muon")) == {"layers.0.up"}
 
 
 @pytest.mark.parametrize(
@@ -166,13 +159,13 @@ def test_F146_a_declaration_that_does_not_fit_is_rejected(
     model = Foreign()
     model.layers[0].parameter_kinds = lambda: declared
     with rejects(key, value, code):
-        build_optimizer(model)
+        optim.build_optimizer(model)
 
 
 def as_before(name: str) -> tuple[Foreign, Any]:
     """A model and its optimizer after two steps, by the rule of versions before: what has two dims decays."""
     model = Foreign()
-    optimizer = build_optimizer(model, OptimizerConfig(name, weight_decay=0.3))
+    optimizer = optim.build_optimizer(model, optim.OptimizerConfig(name, weight_decay=0.3))
     names = {p: n for g in optimizer.param_groups for n, p in zip(g["param_names"], g["params"])}
     for group in optimizer.param_groups:
         if not group["weight_decay"] or not group.get("muon", True):
@@ -201,7 +194,7 @@ def test_F146_state_of_a_version_before_loads_in_the_form_of_torch(name: str) ->
     old, saved = as_before(name)
     model = Foreign()
     model.load_state_dict(old.state_dict())
-    optimizer = build_optimizer(model, OptimizerConfig(name, weight_decay=0.3))
+    optimizer = optim.build_optimizer(model, optim.OptimizerConfig(name, weight_decay=0.3))
     optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
     decays = {n: g["weight_decay"] for g in optimizer.param_groups for n in g["param_names"]}
     assert {n for n, decay in decays.items() if decay} == DECAYED
@@ -213,12 +206,12 @@ def test_F146_state_of_a_version_before_loads_in_the_form_of_torch(name: str) ->
 
 
 def test_F146_state_of_a_norm_that_muon_trained_is_reset() -> None:
-    fresh = build_optimizer(Foreign(), OptimizerConfig("muon"))
+    fresh = optim.build_optimizer(Foreign(), optim.OptimizerConfig("muon"))
     old = fresh.named_state()
     old["layers.0.scales"] = {"momentum_buffer": torch.full((2, 4), 7.0)}
     old["layers.0.up"] = {"momentum_buffer": torch.full((3, 4, 2), 5.0)}
     model = Foreign()
-    optimizer = build_optimizer(model, OptimizerConfig("muon"))
+    optimizer = optim.build_optimizer(model, optim.OptimizerConfig("muon"))
     step(model, optimizer, 1)
     optimizer.load_named_state(old)
     state = optimizer.named_state()
@@ -235,7 +228,7 @@ def test_F146_a_width_scales_rates_of_matrices_and_not_of_stacked_biases() -> No
         TransformerConfig(**SMALL, parametrization="mup", mup=MuPConfig(base_dim=4))
     )
     model.layers["0"].feed_forward = Stacks()
-    scales = lr_scales(model, OptimizerConfig())
+    scales = lr_scales(model, optim.OptimizerConfig())
     found = {n.rpartition(".")[2]: s for n, s in scales.items() if ".feed_forward." in n}
     assert found == {"up": 0.5, "up_bias": 1.0, "scales": 1.0}
 
@@ -254,22 +247,22 @@ OLDER = ["layers.0.scales", "layers.0.up_bias", "heads.bias", "heads.weight", "t
 def test_F146_changes_of_an_older_run_are_named(name: str) -> None:
     """By the rules of versions before: what has two dims decays, and Muon trains it in a block unless it ends in bias."""
     model = Foreign()
-    lines = changes_of_older_run(model, OptimizerConfig(name, weight_decay=0.3))
+    lines = changes_of_older_run(model, optim.OptimizerConfig(name, weight_decay=0.3))
     patterns = {n.replace(".0.", ".*.") for n in OLDER}
     decay, *muon = [{*line.partition(" had ")[0].partition(" were ")[0].split(", ")} for line in lines]  # fmt: skip
     assert decay == patterns
     assert muon == ([{"layers.*.scales"}] if name == "muon" else [])
 
     # as the line tells, a group keeps the decay
-    kept = {"stacks": OptimizerGroupConfig(tuple(patterns), weight_decay=0.3)}
-    config = OptimizerConfig(name, weight_decay=0.3, groups=kept)
+    kept = {"stacks": optim.OptimizerGroupConfig(tuple(patterns), weight_decay=0.3)}
+    config = optim.OptimizerConfig(name, weight_decay=0.3, groups=kept)
     before, _ = as_before("adamw")
-    groups = param_groups(model, config)
+    groups = optim.param_groups(model, config)
     decays = {n for group in groups if group["weight_decay"] for n, _ in group["params"]}
     assert decays == {n for n, p in before.named_parameters() if p.ndim > 1}
     assert len(changes_of_older_run(model, config)) == len(muon)
-    assert changes_of_older_run(model, OptimizerConfig(name, weight_decay=0.0)) == lines[1:]
-    assert not changes_of_older_run(nn.Linear(4, 4), OptimizerConfig("adamw"))
+    assert changes_of_older_run(model, optim.OptimizerConfig(name, weight_decay=0.0)) == lines[1:]
+    assert not changes_of_older_run(nn.Linear(4, 4), optim.OptimizerConfig("adamw"))
 
 
 def test_F146_another_rate_of_stacked_biases_is_named() -> None:
@@ -277,5 +270,5 @@ def test_F146_another_rate_of_stacked_biases_is_named() -> None:
         TransformerConfig(**SMALL, parametrization="mup", mup=MuPConfig(base_dim=4))
     )
     model.layers["0"].feed_forward = Stacks()
-    (line,) = changes_of_older_run(model, OptimizerConfig(weight_decay=0.0))
+    (line,) = changes_of_older_run(model, optim.OptimizerConfig(weight_decay=0.0))
     assert line.startswith("layers.*.feed_forward.scales, layers.*.feed_forward.up_bias ")

@@ -6,28 +6,18 @@ Bounds, of max|a - b| / max|b|: fp32 1e-5, sums 1e-6.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from live_bytes import LiveBytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core._shared import cross_entropy as shared
-from forge_core.loss import (
-    LossBreakdown,
-    TokenLoss,
-    cross_entropy,
-    fused_cross_entropy,
-)
-
-sys.path.insert(0, str(Path(__file__).parent))
-from live_bytes import LiveBytes
-
+from forge_core.loss import LossBreakdown, TokenLoss, cross_entropy, fused_cross_entropy
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -10,17 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_core import (
-    AttentionSpec,
-    RopeScaling,
-    SamplingConfig,
-    TokenContext,
-    Transformer,
-    TransformerConfig,
-    flops_per_token,
-    generate,
-    initialize,
-)
+import forge_core
 from forge_core.lora import LoRAConfig, lora
 from forge_core.model import LatentAttention, MLAConfig, attention_ops
 from forge_testing.problems import rejects
@@ -38,12 +28,12 @@ CASES = {
     "neighbours": (dataclasses.replace(WIDE, rope_interleave=True), {}),
     "nothing turns": (WIDE, {"partial_rotary_factor": 0.0}),
     "biases": (WIDE, {"qkv_bias": True, "o_bias": True}),
-    "scale and window": (WIDE, {"attention": AttentionSpec(scale=0.7, window=4)}),
-    "softcap": (WIDE, {"attention": AttentionSpec(softcap=0.6)}),
+    "scale and window": (WIDE, {"attention": forge_core.AttentionSpec(scale=0.7, window=4)}),
+    "softcap": (WIDE, {"attention": forge_core.AttentionSpec(softcap=0.6)}),
     "yarn": (
         WIDE,
         {
-            "rope_scaling": RopeScaling(
+            "rope_scaling": forge_core.RopeScaling(
                 4.0, name="yarn", original_max_position=8, mscale=0.7, mscale_all_dim=0.5
             )
         },
@@ -52,10 +42,10 @@ CASES = {
 LENGTHS = {"whole": None, "packed": [[4, 7], [1, 8, 2]]}
 
 
-def config_of(case: str, **more) -> TransformerConfig:
+def config_of(case: str, **more) -> forge_core.TransformerConfig:
     widths, options = CASES[case]
     shape = {"dim": M, "num_heads": H, "num_layers": 2, "mixer": "mla", "mla": widths}
-    return TransformerConfig(13, **shape, **options, **more)
+    return forge_core.TransformerConfig(13, **shape, **options, **more)
 
 
 def layer_of(case: str) -> LatentAttention:
@@ -67,18 +57,18 @@ def layer_of(case: str) -> LatentAttention:
     return layer
 
 
-def context(lengths: list[list[int]] | None) -> TokenContext:
+def context(lengths: list[list[int]] | None) -> forge_core.TokenContext:
     if lengths is None:
-        return TokenContext()
+        return forge_core.TokenContext()
     ids = [[i for i, n in enumerate(row) for _ in range(n)] for row in lengths]
-    return TokenContext(document_ids=torch.tensor(ids))
+    return forge_core.TokenContext(document_ids=torch.tensor(ids))
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def turn(x: Tensor, position: int, c: TransformerConfig) -> Tensor:
+def turn(x: Tensor, position: int, c: forge_core.TransformerConfig) -> Tensor:
     """The pairs of x (R,) as complex numbers, turned by position times their frequency and grown."""
     width, scaling, growth = x.numel(), c.rope_scaling, 1.0
     frequencies = [c.rope_theta ** (-2 * i / width) for i in range(width // 2)]
@@ -102,7 +92,9 @@ def turn(x: Tensor, position: int, c: TransformerConfig) -> Tensor:
     return torch.cat((turned.real, turned.imag))
 
 
-def reference(layer: LatentAttention, c: TransformerConfig, x: Tensor, lengths) -> Tensor:
+def reference(
+    layer: LatentAttention, c: forge_core.TransformerConfig, x: Tensor, lengths
+) -> Tensor:
     w, p = c.mla, dict(layer.named_parameters())
     bias = {n: p.get(f"{n}.bias", torch.zeros(())) for n in ("q_a_proj", "kv_a_proj", "o_proj")}
     if w.q_lora_rank is None:
@@ -197,9 +189,9 @@ def test_values_are_padded_only_where_no_kernel_takes_them(
     assert widths == [(9, 9)]
 
 
-def model_of(case: str) -> Transformer:
-    model = Transformer(config_of(case)).eval()
-    initialize(model, seed=3, std=0.4, residual_std=0.4)
+def model_of(case: str) -> forge_core.Transformer:
+    model = forge_core.Transformer(config_of(case)).eval()
+    forge_core.initialize(model, seed=3, std=0.4, residual_std=0.4)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -254,20 +246,20 @@ def test_a_cache_holds_one_latent_per_token() -> None:
 
 @torch.no_grad()
 def test_generation_of_ragged_prompts_equals_that_of_each_prompt() -> None:
-    model, greedy = model_of("yarn"), SamplingConfig(temperature=0.0)
+    model, greedy = model_of("yarn"), forge_core.SamplingConfig(temperature=0.0)
     prompts = [[1, 2, 3, 4, 5], [6], [7, 8]]
-    together = generate(model, prompts, 6, greedy)
+    together = forge_core.generate(model, prompts, 6, greedy)
     for row, prompt in zip(together, prompts):
-        assert torch.equal(row, generate(model, [prompt], 6, greedy)[0])
+        assert torch.equal(row, forge_core.generate(model, [prompt], 6, greedy)[0])
 
 
 def test_an_explicit_mask_is_computed_and_not_decoded() -> None:
-    spec = AttentionSpec(mask="forge_core.model.attention_ops:causal_mask")
+    spec = forge_core.AttentionSpec(mask="forge_core.model.attention_ops:causal_mask")
     layer = LatentAttention(dataclasses.replace(config_of("latent queries"), attention=spec))
     layer.load_state_dict(layer_of("latent queries").state_dict())
     x = torch.randn(B, S, M, generator=torch.Generator().manual_seed(1))
     assert error(layer(x), layer_of("latent queries")(x)) < 1e-5
-    model = Transformer(dataclasses.replace(config_of("latent queries"), attention=spec))
+    model = forge_core.Transformer(dataclasses.replace(config_of("latent queries"), attention=spec))
     with rejects("attention.mask", spec.mask, "unsupported"):
         model.new_cache(4)
 
@@ -284,7 +276,7 @@ def test_adapters_of_its_projections_begin_as_the_layer_was() -> None:
 
 
 def test_initial_values_and_their_names() -> None:
-    model = Transformer(config_of("biases", init_std=0.3))
+    model = forge_core.Transformer(config_of("biases", init_std=0.3))
     own = {n: p for n, p in model.named_parameters() if n.startswith("layers.0.mixer.")}
     assert {n.removeprefix("layers.0.mixer.") for n in own} == {
         *("q_a_proj.weight", "q_a_proj.bias", "q_a_norm.weight", "q_b_proj.weight"),
@@ -304,7 +296,7 @@ def test_initial_values_and_their_names() -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_flops_are_those_of_matrices_and_of_the_pairs_that_see(window: int | None) -> None:
     c = dataclasses.replace(
-        config_of("latent queries"), attention=AttentionSpec(window=window), num_layers=1
+        config_of("latent queries"), attention=forge_core.AttentionSpec(window=window), num_layers=1
     )
     layer = LatentAttention(c)
     matrices = 2 * sum(p.numel() for p in layer.parameters() if p.dim() == 2)
@@ -312,7 +304,7 @@ def test_flops_are_those_of_matrices_and_of_the_pairs_that_see(window: int | Non
     exact = matrices + 2 * H * (5 + 4 + 6) * pairs
     slack = H * (5 + 4 + 6)  # half a token is its own pair, as in `Attention`
     assert abs(layer.flops_per_token(S) - exact) <= slack
-    assert flops_per_token(Transformer(c), S) > 3 * layer.flops_per_token(S)
+    assert forge_core.flops_per_token(forge_core.Transformer(c), S) > 3 * layer.flops_per_token(S)
 
 
 @pytest.mark.parametrize(
@@ -323,7 +315,7 @@ def test_flops_are_those_of_matrices_and_of_the_pairs_that_see(window: int | Non
         ({"head_dim": 8}, "head_dim", 8, "mixer"),
         ({"qk_norm": True}, "qk_norm", True, "mixer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", 0.5, "mixer"),
-        ({"attention": AttentionSpec(sinks=True)}, "attention.sinks", True, "mixer"),
+        ({"attention": forge_core.AttentionSpec(sinks=True)}, "attention.sinks", True, "mixer"),
     ],
 )
 def test_keys_that_latent_attention_does_not_read_are_rejected(

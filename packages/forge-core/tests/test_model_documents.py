@@ -11,13 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge_core import Attention, KVCache, TokenContext, Transformer, TransformerConfig, initialize
-from forge_core.model.attention_ops import (
-    AttentionSpec,
-    SegmentPlan,
-    attend_documents,
-    attend_sequences,
-    sdpa,
-)
+from forge_core.model import attention_ops as ops
 from forge_core.model.context import default_positions
 from forge_core.model.kv_cache import LayerCache
 from forge_testing.problems import rejects
@@ -55,7 +49,7 @@ def test_segments_equal_dense_mask_in_float64(name: str) -> None:
     torch.manual_seed(0)
     rows = ROWS[name]
     parts = [torch.randn(2, 12, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    out = attend_documents(*parts, SegmentPlan.of(ids_of(rows)))
+    out = ops.attend_documents(*parts, ops.SegmentPlan.of(ids_of(rows)))
     upstream = torch.randn_like(out)
     out.backward(upstream)
     wide = [p.detach().double().requires_grad_() for p in parts]
@@ -233,7 +227,7 @@ def test_F117_fp32_on_cuda_repeats_shared_heads(
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(Tensor, "is_cuda", device == "cuda", raising=False)
     q, k, v = (torch.randn(2, 6, n, 8).to(dtype) for n in (4, 2, 2))
-    assert attend_sequences(q, k, v).shape == q.shape
+    assert ops.attend_sequences(q, k, v).shape == q.shape
     cache = LayerCache(max_length=12)
     for tokens in (slice(0, 3), slice(3, 4), slice(4, 6)):  # prompt, one token, several
         out = cache.attend(q[:, tokens], k[:, tokens], v[:, tokens], TokenContext())
@@ -244,9 +238,9 @@ def test_F117_fp32_on_cuda_repeats_shared_heads(
 def test_F117_repeated_heads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 6, 8) for heads in (6, 2, 2))
-    shared = sdpa(q, k, v, is_causal=True)
+    shared = ops.sdpa(q, k, v, is_causal=True)
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    assert error(sdpa(q, k, v, is_causal=True), shared) < 1e-6
+    assert error(ops.sdpa(q, k, v, is_causal=True), shared) < 1e-6
 
 
 def test_only_the_efficient_kernel_gets_repeated_heads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,14 +259,14 @@ def test_only_the_efficient_kernel_gets_repeated_heads(monkeypatch: pytest.Monke
     for chosen in kinds:
         for enable in kinds:
             enable(enable is chosen)
-        sdpa(q, k, k)
+        ops.sdpa(q, k, k)
     for enable in kinds:
         enable(True)
     assert given == [2, 2, 2, 4]
 
 
 def test_F122_cu_seqlens_go_to_a_device_once() -> None:
-    plan = SegmentPlan.of_lengths([[3, 1], [2, 2]])
+    plan = ops.SegmentPlan.of_lengths([[3, 1], [2, 2]])
     borders = plan.cu_seqlens(torch.device("cpu"))
     assert borders.tolist() == [0, 3, 4, 6, 8]
     assert plan.cu_seqlens(torch.device("cpu")) is borders
@@ -280,8 +274,8 @@ def test_F122_cu_seqlens_go_to_a_device_once() -> None:
 
 def test_plan_is_made_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    real = SegmentPlan.of
-    monkeypatch.setattr(SegmentPlan, "of", lambda ids: made.append(1) or real(ids))
+    real = ops.SegmentPlan.of
+    monkeypatch.setattr(ops.SegmentPlan, "of", lambda ids: made.append(1) or real(ids))
     small(num_layers=4)(torch.zeros(2, 12, dtype=torch.int64), document_ids=ids_of(ROWS["mixed"]))
     assert made == [1]
 
@@ -290,10 +284,10 @@ def test_plan_is_made_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_attention_that_is_not_causal_takes_only_a_plain_spec(options: dict[str, object]) -> None:
     q = torch.randn(1, 4, 2, 8)
     with rejects("causal", False, "unsupported"):
-        attend_sequences(q, q, q, AttentionSpec(**options), causal=False)  # type: ignore[arg-type]
+        ops.attend_sequences(q, q, q, ops.AttentionSpec(**options), causal=False)  # type: ignore[arg-type]
 
 
 def test_a_custom_mask_is_not_taken_for_causal() -> None:
     q = torch.randn(1, 4, 2, 8)
     with rejects("attention.mask", "lab:mask", "unsupported"):
-        attend_sequences(q, q, q, AttentionSpec(mask="lab:mask"))
+        ops.attend_sequences(q, q, q, ops.AttentionSpec(mask="lab:mask"))

@@ -11,14 +11,7 @@ from torch import Tensor
 
 from forge_core import _torch_compat
 from forge_core.model import SegmentPlan, attend_segments, attention_ops
-from forge_core.model.attention_ops import (
-    AttentionSpec,
-    attend_documents,
-    attend_sequences,
-    choose_backend,
-    reference_attention,
-    visible,
-)
+from forge_core.model import attention_ops as ops
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -115,7 +108,7 @@ def test_varlen_gets_the_widths_that_flash_attention_has(
     monkeypatch.setattr(attention_ops, "varlen", lambda q, *_, **__: calls.append(q.shape) or q)
     q = torch.randn(1, 5, 2, width).to(torch.bfloat16)
     plan = SegmentPlan.of_lengths([[2, 3]])
-    for attend in (attend_segments, attend_documents):
+    for attend in (attend_segments, ops.attend_documents):
         assert attend(q, q, q, plan).shape == q.shape
     assert calls == [(5, 2, width)] * (2 * by_varlen)
 
@@ -126,7 +119,7 @@ def test_windowed_sequences_go_to_varlen_on_cuda(
 ) -> None:
     """Forward and backward equal the reference; the stand-in attends inside each of the segments it is given."""
     torch.manual_seed(0)
-    spec, calls = AttentionSpec(window=window, scale=0.3), []
+    spec, calls = ops.AttentionSpec(window=window, scale=0.3), []
 
     def varlen(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int,
@@ -137,24 +130,26 @@ def test_windowed_sequences_go_to_varlen_on_cuda(
         for start, end in itertools.pairwise(cu_seqlens.tolist()):
             index = torch.arange(end - start)
             parts = (t[start:end].transpose(0, 1)[None] for t in (q, k, v))
-            given = AttentionSpec(window=width, scale=scale)
-            out = reference_attention(*parts, visible(index, index, width), given, None)
+            given = ops.AttentionSpec(window=width, scale=scale)
+            out = ops.reference_attention(*parts, ops.visible(index, index, width), given, None)
             found.append(out[0].transpose(0, 1))
         return torch.cat(found)
 
     q, k, v = (torch.randn(2, 11, h, 8).bfloat16().requires_grad_() for h in (4, 2, 2))
     index = torch.arange(11)
     parts = (t.transpose(1, 2) for t in (q, k, v))
-    wanted = reference_attention(*parts, visible(index, index, window), spec, None).transpose(1, 2)
+    wanted = ops.reference_attention(
+        *parts, ops.visible(index, index, window), spec, None
+    ).transpose(1, 2)
     upstream = torch.randn_like(wanted)
     gradients = torch.autograd.grad(wanted, (q, k, v), upstream)
 
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(attention_ops, "varlen", varlen)
-    assert choose_backend(q, spec) == backend
-    assert choose_backend(q.float(), spec) == backend.replace("varlen", "windowed")
+    assert ops.choose_backend(q, spec) == backend
+    assert ops.choose_backend(q.float(), spec) == backend.replace("varlen", "windowed")
     if backend == "varlen":
-        out = attend_sequences(q, k, v, spec)
+        out = ops.attend_sequences(q, k, v, spec)
         torch.testing.assert_close(out, wanted)
         torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), upstream), gradients)
         assert calls == [([0, 11, 22], 11, True)]

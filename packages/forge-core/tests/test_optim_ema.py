@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim_nets import load_evaluated
 from torch import Tensor, nn
 
 from forge_core import EMA, AdamW, EMAConfig, OptimizerConfig, build_optimizer, param_groups
@@ -91,12 +92,7 @@ def test_a_resume_goes_on_with_the_same_bits() -> None:
     optimizer.train()
     resumed = _model()
     again = _optimizer(resumed)
-    again.eval()
-    with torch.no_grad():
-        for parameter, value in zip(resumed.parameters(), weights):
-            parameter.copy_(value)
-    again.load_named_state(state)
-    again.train()
+    load_evaluated(resumed, again, weights, state)
     _assert_same_steps(model, optimizer, resumed, again)
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from optim_nets import DECAYED, Small, assert_resumes, assert_same_weights, error, run
 from torch import Tensor, nn
 
 from forge_core import Lion, OptimizerConfig, build_optimizer
 from forge_testing.problems import rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from optim_nets import DECAYED, Small
 
 pytestmark = pytest.mark.lane("test")
 
@@ -36,13 +31,6 @@ def recorded(model: nn.Module, steps: int, seed: int = 1) -> Gradients:
     ]
 
 
-def run(model: nn.Module, optimizer: torch.optim.Optimizer, gradients: Gradients) -> None:
-    for step in gradients:
-        for name, parameter in model.named_parameters():
-            parameter.grad = step[name].clone()
-        optimizer.step()
-
-
 def by_hand(model: nn.Module, gradients: Gradients, config: OptimizerConfig) -> dict[str, Tensor]:
     """The paper's Program 1 in float64."""
     found = {}
@@ -56,10 +44,6 @@ def by_hand(model: nn.Module, gradients: Gradients, config: OptimizerConfig) -> 
             m = b2 * m + (1 - b2) * g
         found[name], found[name + "/m"] = w, m
     return found
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
 
 
 def test_twelve_steps_equal_float64() -> None:
@@ -112,8 +96,7 @@ def test_a_masked_step_changes_nothing_and_an_unmasked_one_is_bit_equal() -> Non
                 parameter.grad = gradients[name].clone()
             masked.step(skip=torch.tensor(skip))
         run(twin, plain, [step])
-    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_same_weights(model, twin)
     for name, slots in plain.named_state().items():
         assert torch.equal(masked.named_state()[name]["exp_avg"], slots["exp_avg"])
 
@@ -125,12 +108,7 @@ def test_F32_after_a_load_the_steps_are_bit_equal() -> None:
     optimizer, other = build_optimizer(straight, config), build_optimizer(resumed, config)
     assert {tuple(slots) for slots in other.named_state().values()} == {("exp_avg",)}
     run(straight, optimizer, gradients[:3])
-    resumed.load_state_dict(straight.state_dict())
-    other.load_named_state(copy.deepcopy(optimizer.named_state()))
-    run(straight, optimizer, gradients[3:])
-    run(resumed, other, gradients[3:])
-    for one, two in zip(straight.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_resumes(straight, optimizer, resumed, other, gradients[3:])
 
 
 def test_gradients_of_another_memory_order() -> None:

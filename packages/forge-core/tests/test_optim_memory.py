@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from live_bytes import LiveBytes
 from torch import Tensor, nn
 
 from forge_core.optim import EMAConfig, OptimizerConfig, base, build_optimizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from live_bytes import LiveBytes
 
 pytestmark = pytest.mark.lane("test")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from optim_nets import assert_resumes, assert_same_weights, error, recorded, run
 from torch import Tensor, nn
 
 from forge_core.optim import (
@@ -61,21 +62,6 @@ class Model(nn.Module):
 HIDDEN = {f"layers.{i}.{n}" for i in (0, 1) for n in ("up.weight", "down.weight", "mix.weight", "experts")}  # fmt: skip
 
 
-def recorded(model: nn.Module, steps: int, seed: int = 1) -> Gradients:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
-        for _ in range(steps)
-    ]
-
-
-def run(model: nn.Module, optimizer: Any, gradients: Gradients, **arguments: Any) -> None:
-    for step in gradients:
-        for name, parameter in model.named_parameters():
-            parameter.grad = step[name].clone()
-        optimizer.step(**arguments)
-
-
 def newton_schulz(matrix: Tensor, steps: int) -> Tensor:
     """Keller Jordan's iteration, of one matrix."""
     a, b, c = NS
@@ -97,10 +83,6 @@ def by_hand(weight: Tensor, gradients: list[Tensor], lr: float, decay: float, c:
         size = max(1, out / into) ** 0.5 if c.adjust == "original" else 0.2 * max(out, into) ** 0.5
         w = w - lr * decay * w - lr * size * newton_schulz(direction, c.ns_steps)
     return w
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
 
 
 @pytest.mark.parametrize(
@@ -192,8 +174,7 @@ def test_a_masked_step_changes_nothing_and_an_unmasked_one_is_bit_equal() -> Non
         bad = {n: torch.full_like(g, math.nan) for n, g in step.items()}
         run(model, masked, [bad], skip=torch.tensor(1.0))
         run(twin, plain, [step])
-    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_same_weights(model, twin)
     _assert_same_state(masked, plain)
 
 
@@ -203,12 +184,7 @@ def test_F32_after_a_load_the_steps_are_bit_equal() -> None:
     optimizer, other = build_optimizer(straight, config), build_optimizer(resumed, config)
     run(straight, optimizer, gradients[:3])
     run(resumed, other, recorded(straight, 2, seed=9))
-    resumed.load_state_dict(straight.state_dict())
-    other.load_named_state(copy.deepcopy(optimizer.named_state()))
-    run(straight, optimizer, gradients[3:])
-    run(resumed, other, gradients[3:])
-    for one, two in zip(straight.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert_resumes(straight, optimizer, resumed, other, gradients[3:])
     _assert_same_state(optimizer, other)
 
 

@@ -14,21 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core.optim import (
-    EMAConfig,
-    MuonConfig,
-    OptimizerConfig,
-    build_optimizer,
-    param_groups,
-)
+from forge_core.optim import EMAConfig, MuonConfig, OptimizerConfig, build_optimizer, param_groups
 from forge_core.optim import ema as ema_module
-from forge_core.optim.rounding import (
-    RoundedTensors,
-    in_fp32,
-    lists_in_fp32,
-    offset_of,
-    round_by,
-)
+from forge_core.optim.rounding import RoundedTensors, in_fp32, lists_in_fp32, offset_of, round_by
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

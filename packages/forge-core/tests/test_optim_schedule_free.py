@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from optim_nets import DECAYED, Small, error, load_evaluated, recorded
 from torch import Tensor, nn
 
 from forge_core.optim import (
@@ -24,21 +23,10 @@ from forge_core.optim import (
 )
 from forge_testing.problems import rejects
 
-sys.path.insert(0, str(Path(__file__).parent))
-from optim_nets import DECAYED, Small
-
 pytestmark = pytest.mark.lane("test")
 
 NAME = "schedule_free_adamw"
 RATES = [0.01 * min(1.0, (k + 1) / 4) for k in range(12)]  # a warm-up of four steps
-
-
-def recorded(model: nn.Module, steps: int, seed: int = 1) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
-        for _ in range(steps)
-    ]
 
 
 def run(model, optimizer, gradients, rates=RATES, skips=()) -> None:
@@ -68,10 +56,6 @@ def by_hand(model, gradients, config, rates=RATES) -> dict[str, tuple[Tensor, Te
             y = (1 - b1) * z + b1 * x
         found[name] = (x, y)
     return found
-
-
-def error(got: Tensor, wanted: Tensor) -> float:
-    return float((got.double() - wanted.double()).abs().max() / wanted.double().abs().max())
 
 
 @pytest.mark.parametrize(("r", "power"), [(0.0, 2.0), (0.0, 0.0), (2.0, 1.0)])
@@ -168,12 +152,7 @@ def test_named_state_goes_with_the_average_and_back() -> None:
     second = build_optimizer(other, OptimizerConfig(NAME))
     with pytest.raises(RuntimeError, match=r"\.eval\(\)"):
         second.load_named_state(state)
-    second.eval()
-    with torch.no_grad():
-        for parameter, value in zip(other.parameters(), average):
-            parameter.copy_(value)
-    second.load_named_state(state)
-    second.train()
+    load_evaluated(other, second, average, state)
     assert same(weights(model), weights(other))
     for m, o in ((model, optimizer), (other, second)):
         run(m, o, gradients[3:], RATES[3:])

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core.optim import (
-    AdamW,
-    OptimizerConfig,
-    build_optimizer,
-    check_optimizer,
-    set_lr,
-)
+from forge_core.optim import AdamW, OptimizerConfig, build_optimizer, check_optimizer, set_lr
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -9,14 +9,12 @@ import csv
 import functools
 import io
 import json
-import os
 import random
 import re
 import struct
 import tempfile
 from itertools import pairwise, product
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -26,7 +24,8 @@ from forge_data.chat.messages import find_conversations, read_records
 from forge_data.io.datasets_library import load_set
 from forge_data.prepare import prepare
 from forge_data.prepare.read import find_inputs, read_documents
-from forge_testing.damages import BYTES, ENCODINGS, PACKERS, as_user, covering
+from forge_testing import damages
+from forge_testing.damages import BYTES, ENCODINGS, FILES, PACKERS, as_user, covering, write_damaged
 from forge_testing.problems import assert_problem
 
 DRAW = random.Random(7)
@@ -168,16 +167,6 @@ def read(format, path):
 # ---- cells
 
 
-FILES = ("wrong ending", "folder", "fifo", "dead link", "rights")
-
-
-class Cell(NamedTuple):
-    format: str
-    compression: str
-    damage: str
-    place: str
-
-
 FORMATS = dict.fromkeys((*CONTENT, *TABLES, "set", "chat set", *ID_FILES, *HIT))
 
 
@@ -196,7 +185,7 @@ def makes_sense(cell):
 
 
 GRID = product(FORMATS, PACKERS, (*ENCODINGS, *BYTES, *FILES), ("given", "folder"))
-CELLS = [cell for each in GRID if makes_sense(cell := Cell(*each))]
+CELLS = [cell for each in GRID if makes_sense(cell := damages.FileCell(*each))]
 
 
 COVERING = covering(CELLS)
@@ -220,17 +209,9 @@ def write(cell, folder):
         other = ".bin" if cell.format == "npy" else f"{path.suffix}.gz"
         path = path.with_suffix("" if cell.compression else ".jsonl" if cell.format in TABLES else other)  # fmt: skip
 
+    write_damaged(path, content, cell.damage)
     if cell.damage == "folder":  # as Spark writes
-        path.mkdir()
         (path / path.name).write_bytes(content)
-    elif cell.damage == "fifo":
-        os.mkfifo(path)
-    elif cell.damage == "dead link":
-        path.symlink_to("nowhere")
-    else:
-        path.write_bytes(content)
-    if cell.damage == "rights":
-        path.chmod(0)
     whole = cell.place == "folder" or cell.format in ("set", "chat set") or "prepared" in cell.format  # fmt: skip
     return folder if whole else folder / "a.idx" if "megatron" in cell.format else path, content
 

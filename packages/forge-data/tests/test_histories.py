@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from memory_sources import Lists
 
 from forge_data import (
     ByteTokenizer,
@@ -124,27 +125,10 @@ def check_counts(config, segment, turns, left):
     assert all(abs(counts[k] - d) <= 2.0 for k, d in enumerate(due)), (counts, due)
 
 
-class Lists:
-    """Pieces of text in memory."""
-
-    def __init__(self):
-        self.lists = [
-            [f"{p}.{d} " * (1 + (5 * p + d) % 9) for d in range(2 + p % 3)] for p in range(7)
-        ]
-
-    def __len__(self):
-        return len(self.lists)
-
-    def texts(self, piece, start):
-        yield from self.lists[piece][start:]
-
-    def fingerprint(self):
-        return {"lists": str(self.lists)}
-
-
 def sharded_stream(folders):
     """A set that is read front to back beside token files, in two phases."""
-    shards = TextShards(Lists(), ByteTokenizer(), 16, 1, virtual_shards=5, shuffle_window=2)
+    pieces = [[f"{p}.{d} " * (1 + (5 * p + d) % 9) for d in range(2 + p % 3)] for p in range(7)]
+    shards = TextShards(Lists(pieces), ByteTokenizer(), 16, 1, virtual_shards=5, shuffle_window=2)
     packed = open_stream(TrainingSourceConfig("tokens", str(folders / "a")), 16, 2)
     return MixedStream({"s": shards, "a": packed}, [Phase(0, (2.0, 1.0)), Phase(70, (1.0, 3.0))])
 

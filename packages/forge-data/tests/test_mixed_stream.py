@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from memory_sources import begin_life, end_life, next_rows, skip
 
 from forge_data import BuiltinCorpus, Loader, PackedStream, Ragged
 from forge_data.collate import as_ragged
@@ -86,32 +87,14 @@ def test_the_union_over_ranks_is_one_sequence_whatever_reads_it(seed):
             Loader(_mixed(), batch, r, world, workers if r == 0 else 0, micro_batch=micro)
             for r in range(world)
         ]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
+        begin_life(loaders, state)
         for _ in range(draw.randint(1, 3)):
-            rows = []
-            for loader in loaders:
-                found = next(loader)
-                own = found.instance_ids >= 0
-                rows += zip(
-                    found.instance_ids[own].tolist(),
-                    found.source[own].tolist(),
-                    found.tokens[own, 0].tolist(),
-                )
-            got += sorted(rows)
+            got += next_rows(loaders, lambda batch, own: (batch.source[own], batch.tokens[own, 0]))
             cursor += batch
         if draw.random() < 0.3:
             first = int(loaders[0].ids(cursor, cursor + 1)[0]) + draw.randint(0, 3)
-            window = first, first + draw.randint(0, 5)
-            windows.append(window)
-            for loader in loaders:
-                loader.skip(*window)
-        states = [loader.state_dict() for loader in loaders]
-        assert all(other == states[0] for other in states)
-        state = states[draw.randrange(world)]
-        for loader in loaders:
-            loader.close()
+            skip(loaders, windows, first, draw.randint(0, 5))
+        state = end_life(loaders, draw)
     left = [i for i in range(400) if not any(a <= i <= b for a, b in windows)]
     assert [row[0] for row in got] == left[: len(got)]
     assert [row[1:] for row in got] == [want[i] for i in left[: len(got)]]

@@ -5,39 +5,13 @@ from functools import partial
 
 import numpy as np
 import pytest
+from memory_sources import Listed, random_documents
 
 from forge_data import BuiltinCorpus, PackedStream, Permutation, batch_of
 from forge_testing.interleave import interleave
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
-
-
-class Listed:
-    """A source made of lists of ids."""
-
-    vocab_size = None
-    tokenizer = None
-
-    def __init__(self, documents):
-        self._ids = np.array([i for d in documents for i in d], dtype=np.uint16)
-        lengths = [len(d) for d in documents]
-        self.documents = np.cumsum([0, *lengths[:-1]]).astype(np.int64)
-        self.num_tokens = len(self._ids)
-        self.num_documents = len(documents)
-        self.max_token_id = int(self._ids.max())
-
-    def read(self, start, stop):
-        assert 0 <= start <= stop <= self.num_tokens
-        return self._ids[start:stop]
-
-    def fingerprint(self):
-        return {"tokens": self._ids.tobytes().hex()}
-
-
-def random_documents(seed, count=40, longest=30):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 500, size=rng.integers(1, longest)).tolist() for _ in range(count)]
 
 
 PAD = {"tokens": 0, "labels": -100, "positions": 0, "document_ids": -1}

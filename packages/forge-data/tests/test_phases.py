@@ -9,15 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memory_sources import begin_life, end_life, skip
 
-from forge_data import (
-    DataConfig,
-    Loader,
-    PhaseConfig,
-    TrainingSourceConfig,
-    open_training,
-    phases,
-)
+from forge_data import DataConfig, Loader, PhaseConfig, TrainingSourceConfig, open_training, phases
 from forge_data.ledger import Ledger
 from forge_data.phase_schedule import PhaseSchedule
 from forge_data.phased_stream import PhasedStream
@@ -83,9 +77,7 @@ def test_the_union_over_ranks_is_one_sequence_across_boundaries(seed):
             Loader(phased(), batch, r, world, workers if r == 0 else 0, **options)
             for r in range(world)
         ]
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
+        begin_life(loaders, state)
         for step in range(draw.randint(1, 3)):
             if step == 1 and draw.random() < 0.5:
                 for loader in loaders:
@@ -105,15 +97,8 @@ def test_the_union_over_ranks_is_one_sequence_across_boundaries(seed):
             got += sorted(rows)
         if draw.random() < 0.4:
             first = loaders[0].next_instance + draw.randint(0, 6)
-            window = first, first + draw.randint(0, 9)
-            windows.append(window)
-            for loader in loaders:
-                loader.skip(*window)
-        states = [loader.state_dict() for loader in loaders]
-        assert all(other == states[0] for other in states)
-        state = states[draw.randrange(world)]
-        for loader in loaders:
-            loader.close()
+            skip(loaders, windows, first, draw.randint(0, 9))
+        state = end_life(loaders, draw)
     left = [i for i in range(400) if not any(a <= i <= b for a, b in windows)]
     assert got == [want_of(i) for i in left[: len(got)]]
 

@@ -151,27 +151,15 @@ def test_on_a_terminal_there_is_a_bar_with_counts(text, tmp_path, monkeypatch, c
 
 
 BAD = {
-    "bad shard": (
-        78,
-        ["prepare", "text.txt", "--output", "o", "--shard", "1"],
-        "shard '1' ",
-    ),
+    "bad shard": (78, ["prepare", "text.txt", "--output", "o", "--shard", "1"], "shard '1' "),
     "shard too high": (
         78,
         ["prepare", "text.txt", "--output", "o", "--shard", "8/8"],
         "shard (8, 8) ",
     ),
     "merge nothing": (65, ["merge", "o"], "o.parts: "),
-    "missing input": (
-        65,
-        ["prepare", "nowhere.txt", "--output", "o"],
-        "inputs 'nowhere.txt' ",
-    ),
-    "a variable that is empty": (
-        78,
-        ["prepare", "", "--output", "o"],
-        "inputs '' ",
-    ),
+    "missing input": (65, ["prepare", "nowhere.txt", "--output", "o"], "inputs 'nowhere.txt' "),
+    "a variable that is empty": (78, ["prepare", "", "--output", "o"], "inputs '' "),
     "no input": (78, ["prepare", "--output", "o"], ": inputs "),
     "unknown flag": (78, ["prepare", "text.txt", "--outptu", "o"], "outptu"),
     "no output": (78, ["prepare", "text.txt"], "output"),
@@ -182,37 +170,17 @@ BAD = {
     ),
     "bad kind": (78, ["prepare", "text.txt", "--output", "o", "--document", "page"], "page"),
     "exists": (78, ["prepare", "text.txt", "--output", "there"], "output 'there' "),
-    "bad eos": (
-        78,
-        ["prepare", "text.txt", "--output", "o", "--eos", "x"],
-        "eos 'x' ",
-    ),
+    "bad eos": (78, ["prepare", "text.txt", "--output", "o", "--eos", "x"], "eos 'x' "),
     "bad tokenizer": (
         65,
         ["prepare", "text.txt", "--output", "o", "--tokenizer", "text.txt"],
         "tokenizer 'text.txt' ",
     ),
     "unwritable": (78, ["prepare", "text.txt", "--output", "text.txt/o"], "text.txt/o' "),
-    "inspect a file": (
-        65,
-        ["inspect", "text.txt"],
-        "path 'text.txt' ",
-    ),
-    "verify a file": (
-        65,
-        ["verify", "text.txt"],
-        "path 'text.txt' ",
-    ),
-    "inspect nothing": (
-        65,
-        ["inspect", "nowhere"],
-        "path 'nowhere' ",
-    ),
-    "verify nothing": (
-        65,
-        ["verify", "nowhere"],
-        "path 'nowhere' ",
-    ),
+    "inspect a file": (65, ["inspect", "text.txt"], "path 'text.txt' "),
+    "verify a file": (65, ["verify", "text.txt"], "path 'text.txt' "),
+    "inspect nothing": (65, ["inspect", "nowhere"], "path 'nowhere' "),
+    "verify nothing": (65, ["verify", "nowhere"], "path 'nowhere' "),
 }
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
-import os
 import pickle
 import random
 import tracemalloc
+from functools import partial
 
+import memory_sources
 import numpy as np
 import pytest
+from memory_sources import Listed
 
 from forge_data import (
     BuiltinCorpus,
@@ -27,6 +28,7 @@ from forge_data import (
 from forge_data.packing_config import BestFitConfig, FirstFitConfig, PackingConfig
 from forge_data.packing_plan import plan_rows
 from forge_data.stored_plan import StoredPlan, open_plan
+from forge_testing.damages import without_locks
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -34,31 +36,7 @@ pytestmark = pytest.mark.lane("test")
 POLICIES = ("first_fit", "best_fit")
 
 
-class Listed:
-    """A source made of lists of ids."""
-
-    vocab_size = None
-    tokenizer = None
-
-    def __init__(self, documents):
-        self._ids = np.array([i for d in documents for i in d], dtype=np.uint16)
-        self.lengths = [len(d) for d in documents]
-        self.documents = np.cumsum([0, *self.lengths[:-1]]).astype(np.int64)
-        self.num_tokens = len(self._ids)
-        self.num_documents = len(documents)
-        self.max_token_id = int(self._ids.max())
-
-    def read(self, start, stop):
-        assert 0 <= start <= stop <= self.num_tokens
-        return self._ids[start:stop]
-
-    def fingerprint(self):
-        return {"tokens": self._ids.tobytes().hex()}
-
-
-def random_documents(seed, count=40, longest=30):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(1, 500, size=rng.integers(1, longest)).tolist() for _ in range(count)]
+random_documents = partial(memory_sources.random_documents, low=1)
 
 
 @pytest.fixture(autouse=True)
@@ -163,11 +141,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_F163_a_file_system_without_locks_is_warned_of_once(cache, monkeypatch, caplog, number):
-    def no_locks(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    without_locks(monkeypatch, number)
     for seed in (0, 1):
         open_plan(Listed(random_documents(seed)), 16, PackingConfig("best_fit"))
     assert [r.getMessage().partition(":")[0] for r in caplog.records] == [str(cache)]

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from memory_sources import Lists, begin_life, end_life, next_rows, skip
 
 from forge_data import (
     ByteTokenizer,
@@ -28,23 +29,14 @@ pytestmark = pytest.mark.lane("test")
 SEQ_LEN = 16
 
 
-class Lists:
+def named_lists(sizes=(5, 3, 0, 7, 4, 2), blank=()):
     """Pieces in memory: text d of piece p is its name, over and over; some are white space."""
-
-    def __init__(self, sizes=(5, 3, 0, 7, 4, 2), blank=()):
-        self.lists = [
+    return Lists(
+        [
             [" " if (p, d) in blank else f"<{p}.{d}>" * (1 + (3 * p + d) % 7) for d in range(size)]
             for p, size in enumerate(sizes)
         ]
-
-    def __len__(self):
-        return len(self.lists)
-
-    def texts(self, piece, start):
-        yield from self.lists[piece][start:]
-
-    def fingerprint(self):
-        return {"lists": str(self.lists)}
+    )
 
 
 class Counting(ByteTokenizer):
@@ -60,7 +52,7 @@ class Counting(ByteTokenizer):
 
 def make(seed=0, tokenizer=None, shards=3, window=3, pieces=None):
     return TextShards(
-        pieces or Lists(blank={(0, 1)}),
+        pieces or named_lists(blank={(0, 1)}),
         tokenizer or ByteTokenizer(),
         SEQ_LEN,
         seed,
@@ -99,7 +91,7 @@ def rows_of_shard(seed, shard, shards, window, pieces, epochs):
     ("seed", "shards", "window"), [(0, 3, 3), (1, 2, 1), (2, 1, 100), (3, 4, 2)]
 )
 def test_samples_are_those_of_the_obvious_list(seed, shards, window):
-    pieces = Lists((5, 3, 2, 7, 4), blank={(0, 1)})
+    pieces = named_lists((5, 3, 2, 7, 4), blank={(0, 1)})
     stream = make(seed, shards=shards, window=window, pieces=pieces)
     want = [rows_of_shard(seed, v, shards, window, pieces, 4) for v in range(shards)]
     ids = np.arange(shards * min(map(len, want)))
@@ -112,7 +104,7 @@ def test_samples_are_those_of_the_obvious_list(seed, shards, window):
 
 
 def test_each_document_comes_once_in_each_epoch_of_its_shard():
-    pieces, tokenizer = Lists((5, 3, 2, 7, 4)), Counting()
+    pieces, tokenizer = named_lists((5, 3, 2, 7, 4)), Counting()
     stream = make(5, tokenizer, shards=2, window=4, pieces=pieces)
     rows = [len(rows_of_shard(5, v, 2, 4, pieces, 3)) for v in range(2)]
     for shard in range(2):
@@ -127,7 +119,7 @@ def test_its_length_is_an_error_with_the_reason():
 
 def test_a_shard_without_text_is_an_error_and_no_endless_loop():
     with rejects("shard", 2, "empty", InvalidData):
-        make(pieces=Lists((2, 0, 3))).arrays(np.arange(3))
+        make(pieces=named_lists((2, 0, 3))).arrays(np.arange(3))
 
 
 def test_rows_of_another_length_are_rejected_for_shards(monkeypatch):
@@ -141,7 +133,7 @@ def test_rows_of_another_length_are_rejected_for_shards(monkeypatch):
 @pytest.mark.parametrize("key", ["virtual_shards", "shuffle_window"])
 def test_numbers_out_of_range_are_rejected(key):
     with rejects(key, 0, "range"):
-        TextShards(Lists(), ByteTokenizer(), 4, **{key: 0})
+        TextShards(named_lists(), ByteTokenizer(), 4, **{key: 0})
 
 
 def share(loaders):
@@ -162,6 +154,11 @@ def mixed(seed, tokenizer=None):
     return MixedStream(streams, [Phase(0, (2.0, 1.0)), Phase(30, (1.0, 3.0))])
 
 
+def tokens_without_extras(batch, own):
+    assert not batch.extras
+    return (batch.tokens[own],)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [one, mixed])
 @pytest.mark.parametrize("seed", range(6))
@@ -179,29 +176,15 @@ def test_the_union_over_ranks_is_one_sequence_whatever_reads_it(kind, seed):
                    prefetch=prefetch if r == 0 else None)
             for r in range(world)
         ]  # fmt: skip
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
+        begin_life(loaders, state)
         for _ in range(draw.randint(1, 4)):
-            rows = []
-            for loader in loaders:
-                found = next(loader)
-                own = found.instance_ids >= 0
-                rows += zip(found.instance_ids[own].tolist(), found.tokens[own].tolist())
-                assert not found.extras
-            got += sorted(rows)
+            got += next_rows(loaders, tokens_without_extras)
             cursor += batch
         if draw.random() < 0.4:
             first = int(loaders[0].ids(cursor, cursor + 1)[0]) + draw.randint(0, 3)
-            windows.append((first, first + draw.randint(0, 9)))
-            for loader in loaders:
-                loader.skip(*windows[-1])
+            skip(loaders, windows, first, draw.randint(0, 9))
         share(loaders)
-        states = [loader.state_dict() for loader in loaders]
-        assert all(other == states[0] for other in states)
-        state = states[draw.randrange(world)]
-        for loader in loaders:
-            loader.close()
+        state = end_life(loaders, draw)
     left = [i for i in range(300) if not any(a <= i <= b for a, b in windows)]
     assert [row[0] for row in got] == left[: len(got)]
     assert [row[1] for row in got] == whole[left[: len(got)]].tolist()
@@ -230,7 +213,9 @@ def test_a_rank_tokenizes_only_its_own_shards_where_they_divide():
     seen = []
     for rank in range(3):
         tokenizer = Counting()
-        loader = Loader(make(0, tokenizer, shards=6, window=2, pieces=Lists((3,) * 6)), 3, rank, 3)
+        loader = Loader(
+            make(0, tokenizer, shards=6, window=2, pieces=named_lists((3,) * 6)), 3, rank, 3
+        )
         for _ in range(8):
             next(loader)
         seen.append({text.split(".")[0] for text in tokenizer.seen})  # pieces

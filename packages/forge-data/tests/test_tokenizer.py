@@ -6,12 +6,7 @@ import pytest
 
 from forge_data import ByteTokenizer, InvalidData, JsonTokenizer, load_tokenizer
 from forge_data.prepare import prepare
-from forge_data.tokenizer import (
-    describe_ends,
-    document_tokenizer,
-    encode_prompt,
-    prompt_ids,
-)
+from forge_data.tokenizer import describe_ends, document_tokenizer, encode_prompt, prompt_ids
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -127,16 +127,8 @@ def test_settings_that_a_family_cannot_express_are_rejected() -> None:
     with rejects("expert_bias", True, "fixed", where="mixtral"):
         MIXTRAL.config_to_hf(biased)
     with rejects("num_shared_experts", 2, "fixed"):
-        QWEN2_MOE.config_to_hf(
-            MoEConfig(
-                dim=8,
-                hidden_dim=8,
-                num_experts=4,
-                num_shared_experts=2,
-                shared_hidden_dim=8,
-                shared_gate=True,
-            )
-        )
+        shared = {"num_shared_experts": 2, "shared_hidden_dim": 8, "shared_gate": True}
+        QWEN2_MOE.config_to_hf(MoEConfig(dim=8, hidden_dim=8, num_experts=4, **shared))
 
 
 @FAMILIES

@@ -13,6 +13,7 @@ from torch import nn
 
 from forge_moe import MoE, MoEConfig, MoEHooks, register_expert_bias_update, update_expert_bias
 from forge_moe.hooks import num_experts_by_layer, whole_batch_options
+from forge_moe.load_balancing import RoutingCounters
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
 
@@ -72,6 +73,17 @@ def test_the_end_of_a_step_moves_biases_unless_it_is_skipped_and_forget_drops_co
     assert hooks.take()[:E].sum() == 0
     run(model, 2)
     assert hooks.columns(hooks.take().tolist())["moe.1.max_bias"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"bias_update_rate": 0.1}], ids=["", "bias"])
+def test_statistics_stay_on_their_device_when_nothing_was_counted(options: dict[str, Any]) -> None:
+    """A save after a row has no counts: its sums were on the CPU, and the next row could not add them."""
+    counters = RoutingCounters(E)
+    counters.add(torch.ones(E, dtype=torch.int64, device="meta"), {"tokens": 1}, training=True)
+    counters.reset()
+    assert {t.device.type for t in counters.read().values()} == {"meta"}
+    hooks = MoEHooks(make_model(**options), device=torch.device("meta"))  # before the first forward
+    assert hooks.take().device.type == "meta"
 
 
 #: Two micro-batches of rows with 6 and 5, and with 1 and 2 tokens that are no padding; the first row has two documents.

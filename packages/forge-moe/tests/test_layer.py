@@ -6,13 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forge_moe import (
-    LocalDispatch,
-    MoE,
-    MoEConfig,
-    aux_losses,
-    update_expert_bias,
-)
+from forge_moe import LocalDispatch, MoE, MoEConfig, aux_losses, update_expert_bias
 from forge_moe.experts import Experts
 from forge_moe.layer import SharedExperts
 from forge_moe.router import SOFTMAX_TOPK, Router

@@ -10,13 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from forge_parallel import (
-    ParallelConfig,
-    clip_grads_,
-    global_grad_norm,
-    make_meshes,
-    materialize,
-)
+from forge_parallel import ParallelConfig, clip_grads_, global_grad_norm, make_meshes, materialize
 from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.compile import compile_blocks
 from forge_parallel.pipeline import (

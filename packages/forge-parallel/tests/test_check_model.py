@@ -13,13 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from forge_parallel import (
-    ParallelConfig,
-    accumulate,
-    global_grad_norm,
-    make_meshes,
-    parallelize,
-)
+from forge_parallel import ParallelConfig, accumulate, global_grad_norm, make_meshes, parallelize
 from forge_parallel.check_model import model_problems, ranks_with_other_values
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem, rejects

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from nets import DIM, Layers, Mixer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,21 +25,6 @@ from forge_testing import device, rank_mesh, run_on_ranks
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
-
-DIM = 32
-
-
-class Mixer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(DIM)
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.qkv(self.norm(x)).chunk(3, -1)
-        q, k, v = (h.unflatten(-1, (4, -1)).transpose(1, 2) for h in heads)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
 class Dense(nn.Module):
@@ -79,20 +65,11 @@ class Block(nn.Module):
         return x + self.feed_forward(self.norm(x))
 
 
-class Net(nn.Module):
+class Net(Layers):
     def __init__(self, depth: int = 4, experts: bool = False) -> None:
-        super().__init__()
         torch.manual_seed(0)
         made = [Experts() if experts and i % 2 else Dense() for i in range(depth)]
-        self.layers = nn.ModuleList([Block(feed_forward) for feed_forward in made])
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.layers:
-            x = block(x, scale=0.5)
-        return x
+        super().__init__(Block(feed_forward) for feed_forward in made)
 
 
 def data(step: int = 0) -> Tensor:

@@ -14,12 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_parallel import Meshes, ParallelConfig, make_meshes, parallelize
-from forge_parallel.compute import (
-    Compute,
-    evaluate,
-    evaluate_sequences,
-    reader_batches,
-)
+from forge_parallel.compute import Compute, evaluate, evaluate_sequences, reader_batches
 from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.lane("test")

@@ -14,6 +14,7 @@ from forge_parallel.axes import blockwise
 from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
 from forge_parallel.axes.context import SequenceShard, documents, packed_tiling
 from forge_parallel.recompute import recompute
+from forge_testing.kernels import flash_gradients
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -132,12 +133,7 @@ def varlen_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         assert lse.is_contiguous()
         found = scores(q, k, starts, begins, most, longest, causal)
         weights = (found - lse.unsqueeze(-1)).exp()
-        many = [t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v)]
-        slope = torch.einsum("qhd,khd->hqk", grad, many[1]) - (grad * out).sum(-1).t().unsqueeze(-1)
-        slope = weights * slope * q.size(-1) ** -0.5
-        dk = torch.einsum("hqk,qhd->khd", slope, q), torch.einsum("hqk,qhd->khd", weights, grad)
-        folded = (t.unflatten(1, (k.size(1), -1)).sum(2) for t in dk)
-        return torch.einsum("hqk,khd->qhd", slope, many[0]), *folded
+        return flash_gradients(weights, grad, q, k, v, out, q.size(-1) ** -0.5)
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from nets import Residual as Net
+from nets import train_sharded, whole
 from torch.distributed.tensor import DTensor
 
 from forge_parallel import (
@@ -22,23 +23,6 @@ from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.middle = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.middle)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        x = self.first(rows)
-        for block in self.middle:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
 
 
 #: What is frozen in each step: nothing reaches first and middle.0 at first, later they alone are trained.
@@ -78,14 +62,8 @@ def train(model: Any, rank: int, ranks: int) -> list[dict[str, Any]]:
     return found
 
 
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
 def spread(options: dict[str, Any]) -> Any:
-    config = ParallelConfig(**{"device": device().type, "precision": "fp32", **options})
-    meshes = make_meshes(config)
-    return train(parallelize(Net(), config, meshes), meshes.batch_rank, meshes.batch_size)
+    return train_sharded(train, Net(), options)
 
 
 @pytest.mark.slow

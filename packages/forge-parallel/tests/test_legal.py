@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from plan_models import Llama
 from torch import nn
 
 from forge_parallel import ParallelConfig
@@ -28,9 +27,6 @@ from forge_parallel.rules import (
     uneven_width,
 )
 from forge_testing.problems import assert_problem, rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_models import Llama
 
 pytestmark = pytest.mark.lane("test")
 

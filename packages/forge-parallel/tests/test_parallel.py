@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 import torch
 import torch.distributed as dist
+from nets import Stack
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,25 +25,11 @@ from forge_testing.problems import rejects
 pytestmark = pytest.mark.lane("test")
 
 
-class Net(nn.Module):
+class Net(Stack):
     """Two blocks between two layers; `blocks` as the runner's models offer it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.middle = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
-        self.last = nn.Linear(16, 4)
-        self.seen: set[torch.dtype] = set()
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.middle)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.middle:
-            x = x + block(torch.tanh(x))
-            self.seen.add(x.dtype)
-        return self.last(x)
+        super().__init__(8, 16, 4)
 
 
 @pytest.fixture(autouse=True)

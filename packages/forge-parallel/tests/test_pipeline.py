@@ -5,23 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pipeline_nets import S, net
 from torch import nn
 
-from forge_parallel._shared.problems import ProblemError
-from forge_testing.problems import assert_problem, rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from pipeline_nets import S, net
-
 from forge_parallel import ParallelConfig, _torch_compat
+from forge_parallel._shared.problems import ProblemError
 from forge_parallel.config import SCHEDULES
 from forge_parallel.meshes import Axis
 from forge_parallel.pipeline import (
@@ -40,6 +33,7 @@ from forge_parallel.pipeline import (
 from forge_parallel.pipeline.pipeline import make_schedule
 from forge_parallel.pipeline.split import EMBEDDING_COST, follow_mode
 from forge_parallel.structure import OrderError, mark
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from plan_models import Llama, on_meta
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,9 +41,6 @@ from forge_parallel.plan.memory import Memory, local_numel, micro_batches_in_fli
 from forge_parallel.plan.trace import trace
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_models import Llama, on_meta
 
 pytestmark = pytest.mark.lane("test")
 

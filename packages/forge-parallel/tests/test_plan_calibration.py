@@ -7,20 +7,16 @@ logits gathered under tp, where compilation does not reach through DTensors.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from plan_models import on_meta
 
 from forge_parallel import ParallelConfig
 from forge_parallel.plan import Estimate, Profile, Storage, estimate_layout
-
-sys.path.insert(0, str(Path(__file__).parent))
-from plan_models import on_meta
 
 SIZES = {
     "7B": {"dim": 4096, "layers": 32, "heads": 32, "hidden": 14336},

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_core import Transformer, TransformerConfig, cross_entropy
 from forge_parallel import ParallelConfig, parallelize
-from forge_parallel.axes import reshard
+from forge_parallel.axes import precision, reshard
 from forge_parallel.meshes import make_meshes, with_one_rank
+from forge_testing.traffic import Traffic
 
 SHAPE = dict(vocab_size=64, dim=32, num_layers=2, num_heads=2)
 TOKENS = torch.randint(0, 64, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -151,6 +152,23 @@ def test_casts_end_with_the_backward_of_their_forward(name: str) -> None:
     while losses:
         losses.pop(0).backward()
     assert [cast() for cast in seen] == [None, None]
+
+
+def test_parameters_and_their_gradients_are_cast_in_one_call_each_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call for each parameter would be a kernel for each; one that is frozen, or as large as a batch, has its own."""
+    calls = []
+    for batch in (precision.BATCH, 1):
+        monkeypatch.setattr(precision, "BATCH", batch)
+        _, model = both(plain())
+        model.embedding.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        with Traffic() as traffic:
+            loss_of(model).backward()
+        calls.append(traffic.calls)
+    assert [found["_foreach_copy_"] for found in calls] == [2, 0]
+    trained = sum(p.requires_grad for p in model.parameters())
+    assert calls[1]["_to_copy"] - calls[0]["_to_copy"] == 2 * trained
 
 
 def test_parameters_are_back_after_an_error() -> None:

@@ -586,12 +586,8 @@ def test_a_tiny_llama_of_transformers() -> None:
 
     def build() -> nn.Module:
         config = transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=DIM,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **{"vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 32},
+            **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
             use_cache=False,
         )
         return transformers.AutoModelForCausalLM.from_config(config)

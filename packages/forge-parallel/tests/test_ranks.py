@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from nets import Stack
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -34,23 +35,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Net(nn.Module):
+class Net(Stack):
     """Two blocks between two layers; widths that no number of ranks divides."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 11)
-        self.middle = nn.ModuleList([nn.Linear(11, 11), nn.Linear(11, 11)])
-        self.last = nn.Linear(11, 3)
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.middle)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.middle:
-            x = x + block(torch.tanh(x))
-        return self.last(x)
+        super().__init__(6, 11, 3)
 
 
 def net() -> Net:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import re
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tensor_models
 import torch
 import torch.nn.functional as F
+from nets import DIM, Layers, Mixer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -27,47 +27,28 @@ from forge_parallel.recompute import _CHANGED, recompute
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
 
-sys.path.insert(0, str(Path(__file__).parent))
-import tensor_models
-
 pytestmark = pytest.mark.lane("test")
 
-DIM = 32
 
-
-class Block(nn.Module):
+class Block(Mixer):
     """Attention and a feed-forward with dropout; counts its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(DIM)
-        self.qkv, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
         self.up, self.down = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
         self.rate = 0.1
         self.calls: list[bool] = []  # with or without grad
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         self.calls.append(torch.is_grad_enabled())
-        heads = self.qkv(self.norm(x)).chunk(3, -1)
-        q, k, v = (h.unflatten(-1, (4, -1)).transpose(1, 2) for h in heads)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2)) * scale
+        x = x + super().forward(x) * scale
         return x + self.down(F.dropout(F.silu(self.up(self.norm(x))), self.rate))
 
 
-class Net(nn.Module):
+class Net(Layers):
     def __init__(self, make: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([make() for _ in range(3)])
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.layers:
-            x = block(x, scale=0.5)
-        return x
+        super().__init__(make() for _ in range(3))
 
 
 def data() -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from nets import Residual
 from torch import Tensor, nn
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize, reshard
@@ -14,27 +15,13 @@ from forge_testing import device, run_on_ranks
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.middle = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-
-    def blocks(self) -> list[nn.Module]:
-        return list(self.middle)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        x = self.first(rows)
-        for block in self.middle:
-            x = x + torch.tanh(block(x))
-        return self.last(x)
-
-
 def around_an_evaluation(options: dict[str, Any]) -> tuple[bool, bool]:
     """Whether a forward sees what was put in, and one with grad afterwards what was put back."""
     config = ParallelConfig(**{"device": device().type, "precision": "fp32", **options})
-    model, rows = parallelize(Net(), config, make_meshes(config)), torch.ones(2, 6, device=device())
+    model, rows = (
+        parallelize(Residual(2), config, make_meshes(config)),
+        torch.ones(2, 6, device=device()),
+    )
     before = model(rows)
     before.sum().backward()  # which leaves nothing gathered, as a step of training does
     parameters = list(model.parameters())  # held, as an optimizer does
@@ -62,7 +49,7 @@ def test_F88_stages_of_a_pipeline_are_resharded_too() -> None:
 
 
 def gathered_after_reshard() -> tuple[bool, bool]:
-    class Parts(Net):
+    class Parts(Residual):
         def pipeline_parts(self) -> dict[str, Any]:
             return {"first": ("first",), "blocks": "middle", "last": ("last",)}
 
@@ -73,7 +60,7 @@ def gathered_after_reshard() -> tuple[bool, bool]:
             return x if self.last is None else self.last(x)
 
     config = ParallelConfig(device=device().type, precision="bf16", pp=2, pp_schedule="1f1b")
-    model: Any = parallelize(Parts(), config, make_meshes(config))
+    model: Any = parallelize(Parts(2), config, make_meshes(config))
     with torch.no_grad():
         model(torch.ones(2, 6 if model.first is not None else 8, device=device()))
     held = [type(p) is nn.Parameter and not hasattr(p, "placements") for p in model.parameters()]

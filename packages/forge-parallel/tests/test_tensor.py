@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from tensor_models import Model, batch, copy_of, errors, mesh_of, one_process, seeded, shard
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Partial, distribute_tensor
@@ -22,9 +21,6 @@ from forge_parallel.axes.tensor import gather_vocab, tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tensor_models import Model, batch, copy_of, errors, mesh_of, one_process, seeded, shard
 
 pytestmark = pytest.mark.lane("test")
 

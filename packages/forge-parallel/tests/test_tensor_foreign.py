@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tensor_models import VOCAB, Attention, Block, FeedForward, mesh_of, seeded
 from torch import Tensor, nn
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tensor_models import VOCAB, Attention, Block, FeedForward, mesh_of, seeded
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tensor_models import batch, copy_of, errors, mesh_of, shard
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes.roles import roles_of_plan
@@ -16,9 +14,6 @@ from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem, rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tensor_models import batch, copy_of, errors, mesh_of, shard
 
 pytestmark = pytest.mark.lane("test")
 

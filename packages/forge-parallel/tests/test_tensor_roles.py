@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from tensor_models import Model
 from torch import nn
 
 from forge_parallel.axes.roles import Role, find_roles, match_roles
 from forge_parallel.check_model import check_shards
 from forge_testing.problems import rejects
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tensor_models import Model
 
 pytestmark = pytest.mark.lane("test")
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from nets import train_sharded, whole
 from torch import Tensor, nn
 
 from forge_parallel import ParallelConfig, accumulate, make_meshes, parallelize
-from forge_testing import device, run_on_ranks
+from forge_testing import run_on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
@@ -69,14 +70,8 @@ def train(model: Any, rank: int, ranks: int) -> tuple[list[dict[str, Any]], dict
     return found, {n: whole(p) for n, p in model.named_parameters()}
 
 
-def whole(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
-
-
 def spread(options: dict[str, Any]) -> Any:
-    config = ParallelConfig(**{"device": device().type, "precision": "fp32", **options})
-    meshes = make_meshes(config)
-    return train(parallelize(Net(), config, meshes), meshes.batch_rank, meshes.batch_size)
+    return train_sharded(train, Net(), options)
 
 
 @pytest.mark.parametrize(

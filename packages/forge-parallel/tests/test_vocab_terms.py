@@ -17,11 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_parallel._shared import cross_entropy as shared
-from forge_parallel.axes import (
-    VocabLoss,
-    vocab_cross_entropy,
-    vocab_fused_cross_entropy,
-)
+from forge_parallel.axes import VocabLoss, vocab_cross_entropy, vocab_fused_cross_entropy
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
 

@@ -143,12 +143,17 @@ class _Nodes:
         self.told = job
 
 
+def _growing(folder: Path) -> tuple[_Orchestrator, _Nodes]:
+    """An orchestrator that takes nodes which were free for 10 seconds, and the nodes."""
+    nodes = _Nodes()
+    config = OrchestratorConfig(grow_after_seconds=10)
+    return _orchestrator(folder, config=config, nodes=nodes), nodes
+
+
 def test_F197_nodes_that_were_taken_meanwhile_have_not_been_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = OrchestratorConfig(grow_after_seconds=10)
-    nodes = _Nodes()
-    found = _orchestrator(tmp_path, config=config, nodes=nodes)
+    found, nodes = _growing(tmp_path)
     found.state = OrchestratorState(handled=0)
     row = JobRow(7, "RUNNING", 2, 0, "None", "low", "n[1-2]")
     told = []
@@ -162,9 +167,7 @@ def test_F197_nodes_that_were_taken_meanwhile_have_not_been_free(
 def test_F191_a_job_that_did_not_leave_is_signaled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = OrchestratorConfig(grow_after_seconds=10)
-    nodes = _Nodes()
-    found = _orchestrator(tmp_path, config=config, nodes=nodes)
+    found, nodes = _growing(tmp_path)
     found.state, nodes.free = OrchestratorState(handled=0), True
     told = []
     for now in (0, 10, 15, 20, 25, 26, 40):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from forge_core import cross_entropy
 from forge_vlm import VLM
 
 
@@ -45,16 +46,33 @@ def labels_of(tokens, image):
     return labels, given
 
 
-def train_both(ours, theirs, losses, steps=20):
-    """Train both with AdamW; the two losses that `losses()` computes are equal in each step."""
+def assert_trains_alike(ours, theirs, tokens, image, own, others, steps=20):
+    """AdamW trains both: the losses are equal in each step, and the logits in the end.
+
+    own, others: keyword arguments of each forward next to tokens and labels.
+    """
+    labels, given = labels_of(tokens, image)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-4) for m in (ours, theirs)]
     for _ in range(steps):
-        found, wanted = losses()
+        found = cross_entropy(ours(tokens, **own), labels).mean
+        wanted = theirs(input_ids=tokens, labels=given, **others).loss
         assert abs(float(found.detach() - wanted.detach())) < 1e-5 * float(wanted.detach())
         for loss, optimizer in zip((found, wanted), optimizers):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+    with torch.no_grad():
+        logits = theirs(input_ids=tokens, **others).logits
+        assert distance(ours(tokens, **own), logits) < 1e-5
+
+
+def assert_same_logits(ours, theirs, tokens, images):
+    """Logits are equal, and depend on the images."""
+    with torch.no_grad():
+        wanted = theirs(input_ids=tokens, pixel_values=images).logits
+        found, other = ours(tokens, images=images), ours(tokens, images=images.flip(0))
+    assert distance(found, wanted) < 1e-5
+    assert distance(other, wanted) > 1e-3
 
 
 def distance(a, b):

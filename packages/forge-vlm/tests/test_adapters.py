@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from forge_testing.problems import rejects
-from forge_vlm.adapters import (
-    AdapterConfig,
-    AttentionalPoolConfig,
-    AveragePoolConfig,
-    MLPConfig,
-    PixelShuffleConfig,
-    ResamplerConfig,
-    build_adapter,
-)
+from forge_vlm import adapters
 from forge_vlm.vision import Features
 
 pytestmark = pytest.mark.lane("test")
@@ -25,7 +17,7 @@ ROWS, COLUMNS, WIDTH, DIM = 4, 6, 8, 12
 def adapter_of(name, width=WIDTH, **options):
     torch.manual_seed(0)
     tables = {name: options.pop("table")} if "table" in options else {}
-    adapter = build_adapter(AdapterConfig(name, **tables), width, DIM).double()
+    adapter = adapters.build_adapter(adapters.AdapterConfig(name, **tables), width, DIM).double()
     for parameter in adapter.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.5)
     return adapter
@@ -100,7 +92,7 @@ def slow_resampler(m, x):
 CASES = {
     "linear": ({}, lambda m, x: torch.nn.functional.linear(x, m.weight, m.bias)),
     "pixel_shuffle": (
-        {"table": PixelShuffleConfig(bias=True)},
+        {"table": adapters.PixelShuffleConfig(bias=True)},
         lambda m, x: of_windows(x, 2, lambda tokens: m.proj(torch.cat(tokens))),
     ),
     "pixel_shuffle_mlp": (
@@ -114,11 +106,14 @@ CASES = {
         ),
     ),
     "average_pool": (
-        {"table": AveragePoolConfig(factor=2)},
+        {"table": adapters.AveragePoolConfig(factor=2)},
         lambda m, x: of_windows(x, 2, lambda tokens: m.proj(sum(tokens) / 4)),
     ),
-    "attentional_pool": ({"table": AttentionalPoolConfig(num_heads=4)}, slow_attentional_pool),
-    "resampler": ({"table": ResamplerConfig(num_latents=5, num_heads=3)}, slow_resampler),
+    "attentional_pool": (
+        {"table": adapters.AttentionalPoolConfig(num_heads=4)},
+        slow_attentional_pool,
+    ),
+    "resampler": ({"table": adapters.ResamplerConfig(num_latents=5, num_heads=3)}, slow_resampler),
 }
 
 
@@ -144,23 +139,28 @@ def test_values_and_gradients_are_those_of_loops(name):
 @pytest.mark.parametrize(
     ("config", "count"),
     [
-        (AdapterConfig("linear"), 24),
-        (AdapterConfig("mlp"), 24),
-        (AdapterConfig("pixel_shuffle"), 6),
-        (AdapterConfig("pixel_shuffle_mlp"), 6),
-        (AdapterConfig("average_pool", average_pool=AveragePoolConfig(factor=1)), 24),
-        (AdapterConfig("attentional_pool"), 6),
-        (AdapterConfig("resampler", resampler=ResamplerConfig(num_heads=4)), 64),
+        (adapters.AdapterConfig("linear"), 24),
+        (adapters.AdapterConfig("mlp"), 24),
+        (adapters.AdapterConfig("pixel_shuffle"), 6),
+        (adapters.AdapterConfig("pixel_shuffle_mlp"), 6),
+        (
+            adapters.AdapterConfig(
+                "average_pool", average_pool=adapters.AveragePoolConfig(factor=1)
+            ),
+            24,
+        ),
+        (adapters.AdapterConfig("attentional_pool"), 6),
+        (adapters.AdapterConfig("resampler", resampler=adapters.ResamplerConfig(num_heads=4)), 64),
     ],
 )
 def test_each_reports_how_many_tokens_it_makes(config, count):
-    adapter = build_adapter(config, WIDTH, DIM)
+    adapter = adapters.build_adapter(config, WIDTH, DIM)
     out = adapter(Features(torch.randn(1, ROWS * COLUMNS, WIDTH), ROWS, COLUMNS))
     assert out.shape == (1, adapter.tokens(ROWS, COLUMNS), DIM) == (1, count, DIM)
 
 
 def test_the_encoder_may_have_the_width_of_the_stream():
-    adapter = build_adapter(AdapterConfig("none"), DIM, DIM)
+    adapter = adapters.build_adapter(adapters.AdapterConfig("none"), DIM, DIM)
     x = torch.randn(1, 6, DIM)
     assert adapter(Features(x)) is x
     assert adapter.tokens(2, 3) == 6
@@ -170,7 +170,7 @@ def test_the_encoder_may_have_the_width_of_the_stream():
     "name", ["pixel_shuffle", "pixel_shuffle_mlp", "average_pool", "attentional_pool"]
 )
 def test_windows_that_do_not_fit_are_rejected(name):
-    adapter = build_adapter(AdapterConfig(name), WIDTH, DIM)
+    adapter = adapters.build_adapter(adapters.AdapterConfig(name), WIDTH, DIM)
     for rows, columns in ((3, 4), (0, 0)):
         with rejects(f"adapter.{name}.factor", 2):
             adapter(Features(torch.randn(1, 12, WIDTH), rows, columns))
@@ -179,25 +179,27 @@ def test_windows_that_do_not_fit_are_rejected(name):
 @pytest.mark.parametrize(
     ("make", "key", "value", "code"),
     [
-        (lambda: AdapterConfig("mpl"), "name", "mpl", "unknown"),
+        (lambda: adapters.AdapterConfig("mpl"), "name", "mpl", "unknown"),
         (
-            lambda: AdapterConfig("mlp", resampler=ResamplerConfig(num_latents=8)),
+            lambda: adapters.AdapterConfig(
+                "mlp", resampler=adapters.ResamplerConfig(num_latents=8)
+            ),
             *("resampler.num_latents", 8, "foreign"),
         ),
-        (lambda: AdapterConfig("mlp", options={"a": 1}), "options", ..., "foreign"),
-        (lambda: ResamplerConfig(num_latents=0), "num_latents", 0, "size"),
-        (lambda: MLPConfig(hidden_dim=0), "hidden_dim", 0, "size"),
-        (lambda: AttentionalPoolConfig(factor=0), "factor", 0, "size"),
+        (lambda: adapters.AdapterConfig("mlp", options={"a": 1}), "options", ..., "foreign"),
+        (lambda: adapters.ResamplerConfig(num_latents=0), "num_latents", 0, "size"),
+        (lambda: adapters.MLPConfig(hidden_dim=0), "hidden_dim", 0, "size"),
+        (lambda: adapters.AttentionalPoolConfig(factor=0), "factor", 0, "size"),
         (
-            lambda: build_adapter(AdapterConfig("none"), WIDTH, DIM),
+            lambda: adapters.build_adapter(adapters.AdapterConfig("none"), WIDTH, DIM),
             *("adapter.name", "none", "width"),
         ),
         (
-            lambda: build_adapter(AdapterConfig("resampler"), WIDTH, DIM),
+            lambda: adapters.build_adapter(adapters.AdapterConfig("resampler"), WIDTH, DIM),
             *("adapter.resampler.num_heads", 8, "divides"),
         ),
         (
-            lambda: build_adapter(AdapterConfig("attentional_pool"), 12, DIM),
+            lambda: adapters.build_adapter(adapters.AdapterConfig("attentional_pool"), 12, DIM),
             *("adapter.attentional_pool.num_heads", 8, "divides"),
         ),
     ],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_rows import IMAGE, rows
 
 from forge_core import SamplingConfig, Transformer, generate, initialize
 from forge_core.model import AttentionSpec
@@ -12,7 +13,6 @@ from forge_vlm.vision import ViTConfig
 
 pytestmark = pytest.mark.lane("test")
 
-IMAGE = 63
 SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=2, max_seq_len=32)
 
 
@@ -29,14 +29,6 @@ def build(name, fusion=None, **options):
     )
     initialize(model, 0, std=0.3, residual_std=0.3)
     return model.eval()
-
-
-def rows():
-    tokens = torch.randint(1, 60, (2, 14), generator=torch.Generator().manual_seed(0))
-    tokens[0, 2:6] = IMAGE
-    tokens[1, 1:5] = tokens[1, 7:11] = IMAGE
-    images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    return tokens, images
 
 
 def plan(tokens, clips=None):
@@ -73,7 +65,7 @@ def reaches(model, tokens, images, spans):
 
 @pytest.mark.parametrize("name", ["image", "clip", "document", "prefix_lm"])
 def test_one_layer_attends_to_what_the_plan_allows(name):
-    model, (tokens, images) = build(name, num_layers=1), rows()
+    model, (tokens, images) = build(name, num_layers=1), rows(14)
     own = plan(tokens, [[0], [0, 0]])
     found = reaches(model, tokens, images, own.spans(name, labels(tokens)))
     assert torch.equal(found, own.visible(name, labels(tokens)))
@@ -81,14 +73,14 @@ def test_one_layer_attends_to_what_the_plan_allows(name):
 
 @pytest.mark.parametrize("name", ["image", "document"])
 def test_tokens_and_images_mark_bidirectional_spans(name):
-    model, (tokens, images) = build(name), rows()
+    model, (tokens, images) = build(name), rows(14)
     wanted = model(tokens, images=images, **{model.config.span_input: plan(tokens).spans(name)})
     assert torch.equal(model(tokens, images=images), wanted)
     assert not torch.allclose(build("none")(tokens, images=images), wanted, atol=1e-3)
 
 
 def test_without_images_the_logits_are_those_of_the_text_model():
-    model, (tokens, _) = build("image"), rows()
+    model, (tokens, _) = build("image"), rows(14)
     text = Transformer(model.config)
     text.load_state_dict({n: v for n, v in model.state_dict().items() if n in text.state_dict()})
     tokens = tokens.clamp(max=60)
@@ -108,7 +100,7 @@ def test_without_images_the_logits_are_those_of_the_text_model():
 )
 def test_generation_equals_a_full_forward(name, options):
     """Uneven rows, padded at the left: a prefill that sees ahead, then causal steps."""
-    model, (tokens, images) = build(name, **options), rows()
+    model, (tokens, images) = build(name, **options), rows(14)
     with torch.no_grad():  # no new token is a placeholder: the first of equal ones is taken
         model.lm_head.weight[IMAGE] = model.lm_head.weight[1]
     prompts, calls = [tokens[0, :8], tokens[1]], []
@@ -130,7 +122,7 @@ def test_generation_equals_a_full_forward(name, options):
 
 
 def test_models_that_cannot_be_bidirectional_are_rejected():
-    model, (tokens, images) = build("prefix_lm"), rows()
+    model, (tokens, images) = build("prefix_lm"), rows(14)
     with rejects("prefix_ids", ..., "missing"):
         model(tokens, images=images)
     with rejects("bidirectional", "prefix_lm", "cache"):

@@ -4,18 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import forge_vlm
 from forge_core import initialize
 from forge_core.model import MRopeConfig
 from forge_testing.problems import rejects
-from forge_vlm import (
-    VLM,
-    CrossAttentionConfig,
-    FusionConfig,
-    ModalityConfig,
-    SequencePlan,
-    VisionConfig,
-    VLMConfig,
-)
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.sequence.masks import SequenceMask
 from forge_vlm.vision import ViTConfig
@@ -23,26 +15,26 @@ from forge_vlm.vision import ViTConfig
 pytestmark = pytest.mark.lane("test")
 
 IMAGE, S = 63, 32
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
 FUSIONS = {
-    "joint_decoder": FusionConfig(),
-    "mixture_of_transformers": FusionConfig("mixture_of_transformers"),
-    "moma": FusionConfig("moma", moma=MoMaConfig(balance_loss=0.0)),
-    "cross_attention": FusionConfig(
-        "cross_attention", cross_attention=CrossAttentionConfig(every_n_layers=1)
+    "joint_decoder": forge_vlm.FusionConfig(),
+    "mixture_of_transformers": forge_vlm.FusionConfig("mixture_of_transformers"),
+    "moma": forge_vlm.FusionConfig("moma", moma=MoMaConfig(balance_loss=0.0)),
+    "cross_attention": forge_vlm.FusionConfig(
+        "cross_attention", cross_attention=forge_vlm.CrossAttentionConfig(every_n_layers=1)
     ),
 }
 
 
 def build(fusion="joint_decoder", **options):
     vit = ViTConfig(image_size=8, patch_size=4, dim=16, num_layers=1, num_heads=2)
-    model = VLM(
-        VLMConfig(
-            **{"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
+    model = forge_vlm.VLM(
+        forge_vlm.VLMConfig(
+            **{"vocab_size": 64, "dim": 32, "num_layers": 2, **HEADS, **options},
             max_seq_len=S,
-            vision=VisionConfig(vit=vit),
-            modalities={"image": ModalityConfig(IMAGE)},
+            vision=forge_vlm.VisionConfig(vit=vit),
+            modalities={"image": forge_vlm.ModalityConfig(IMAGE)},
             fusion=FUSIONS[fusion],
-            **options,
         )
     )
     initialize(model, 0, std=0.2, residual_std=0.2)
@@ -160,18 +152,7 @@ def test_branches_that_see_each_other_are_found(monkeypatch):
 )
 def test_trees_of_other_decoders(options):
     sizes = options | ({} if options.get("mixer") != "mla" else {"num_kv_heads": None})
-    sizes = {"num_kv_heads": 2} | sizes
-    vit = ViTConfig(image_size=8, patch_size=4, dim=16, num_layers=1, num_heads=2)
-    model = VLM(
-        VLMConfig(
-            **{"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4} | sizes,
-            max_seq_len=S,
-            vision=VisionConfig(vit=vit),
-            modalities={"image": ModalityConfig(IMAGE)},
-        )
-    )
-    initialize(model, 0, std=0.2, residual_std=0.2)
-    assert Tree(4).difference(model) < 1e-5
+    assert Tree(4).difference(build(**sizes)) < 1e-5
 
 
 def test_the_encoder_runs_once_for_all_answers():
@@ -196,7 +177,7 @@ def test_a_tree_of_only_text():
 
 def test_positions_of_branches_go_on_from_what_they_share():
     tree = Tree(4)
-    plan = SequencePlan.of(
+    plan = forge_vlm.SequencePlan.of(
         torch.tensor([tree.row]), tree.documents, {IMAGE: 1}, [[(1, 2, 2)]], tree.branch_ids
     )
     assert plan.positions()[0, :20].tolist() == [

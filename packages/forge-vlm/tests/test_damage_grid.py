@@ -9,23 +9,20 @@ import csv
 import functools
 import io
 import json
-import os
-import sys
 import tarfile
 import tempfile
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from forge_testing.damages import BYTES, ENCODINGS, PACKERS, as_user, covering
+from forge_testing import damages
+from forge_testing.damages import BYTES, ENCODINGS, FILES, PACKERS, as_user, covering, write_damaged
 from forge_testing.problems import assert_problem
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import png  # noqa: E402
 
 from forge_vlm.data import InvalidSample  # noqa: E402
@@ -126,16 +123,6 @@ def read(format, path):
 # ---- cells
 
 
-FILES = ("wrong ending", "folder", "fifo", "dead link", "rights")
-
-
-class Cell(NamedTuple):
-    format: str
-    compression: str
-    damage: str
-    place: str
-
-
 def makes_sense(cell):
     """Only text is encoded; packed files are not read at all; folders hold tars and parquet."""
     text = STREAMED.get(cell.format, cell.format) in CONTENT
@@ -146,7 +133,7 @@ def makes_sense(cell):
 
 
 GRID = product(FORMATS, ("", "gz"), (*ENCODINGS, *BYTES, *FILES), ("given", "folder"))
-CELLS = [cell for each in GRID if makes_sense(cell := Cell(*each))]
+CELLS = [cell for each in GRID if makes_sense(cell := damages.FileCell(*each))]
 COVERING = covering(CELLS)
 
 
@@ -171,16 +158,7 @@ def write(cell, folder):
     if cell.damage == "wrong ending":
         path = path.with_suffix(".tar" if path.suffix == ".parquet" else ".parquet")
 
-    if cell.damage == "folder":
-        path.mkdir()
-    elif cell.damage == "fifo":
-        os.mkfifo(path)
-    elif cell.damage == "dead link":
-        path.symlink_to("nowhere")
-    else:
-        path.write_bytes(content)
-    if cell.damage == "rights":
-        path.chmod(0)
+    write_damaged(path, content, cell.damage)
     given = cell.place == "given" and format not in ("folder", "folder lines", "dataset")
     return path if given else folder, content
 

@@ -2,8 +2,6 @@
 
 import json
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +15,6 @@ pytestmark = pytest.mark.lane("test")
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import (  # noqa: E402
     COLOURS,
     EOS,
@@ -166,11 +163,7 @@ def model(fusion):
     vit = ViTConfig(image_size=8, patch_size=4, dim=8, num_layers=1, num_heads=2)
     return VLM(
         VLMConfig(
-            vocab_size=258,
-            dim=16,
-            num_layers=2,
-            num_heads=2,
-            max_seq_len=512,
+            **{"vocab_size": 258, "dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 512},
             vision=VisionConfig(vit=vit),
             modalities={"image": ModalityConfig(IMAGE)},
             fusion=FusionConfig(fusion),

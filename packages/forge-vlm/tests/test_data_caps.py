@@ -3,8 +3,6 @@
 import importlib
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ pytestmark = pytest.mark.lane("test")
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from test_prepare import same_rows  # noqa: E402
 
 from forge_vlm.data import InvalidSample, Prompts, VisionChatSource  # noqa: E402

@@ -3,9 +3,7 @@
 import io
 import json
 import re
-import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,6 @@ pytestmark = pytest.mark.lane("test")
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import COLOURS, EOS, IMAGE, OPTIONS, llava, picture_files, png  # noqa: E402
 
 from forge_vlm.data import InvalidSample, VisionChatSource, index  # noqa: E402

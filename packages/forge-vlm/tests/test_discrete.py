@@ -3,22 +3,14 @@
 import pytest
 import torch
 
+import forge_vlm
 from forge_core import SamplingConfig, cross_entropy, generate
 from forge_testing.problems import rejects
-from forge_vlm import (
-    VLM,
-    AdapterConfig,
-    FusionConfig,
-    ModalityConfig,
-    SequencePlan,
-    VisionConfig,
-    VLMConfig,
-)
 from forge_vlm.modalities import modality_ids, modality_losses, numbers_by_id, trained_modalities
 
 pytestmark = pytest.mark.lane("test")
 
-IMAGE = ModalityConfig(first_id=16, num_ids=16, discrete=True)
+IMAGE = forge_vlm.ModalityConfig(first_id=16, num_ids=16, discrete=True)
 BEGIN, END = 1, 2
 
 
@@ -29,18 +21,18 @@ def config(name="joint_decoder", **options):
         num_layers=1,
         num_heads=2,
         max_seq_len=32,
-        vision=VisionConfig("none"),
+        vision=forge_vlm.VisionConfig("none"),
         modalities={"image": IMAGE},
-        fusion=FusionConfig(name),
+        fusion=forge_vlm.FusionConfig(name),
     )
-    return VLMConfig(**{**given, **options})
+    return forge_vlm.VLMConfig(**{**given, **options})
 
 
 def test_images_are_targets_and_the_text_after_them_too():
     tokens = torch.tensor([[5, BEGIN, 17, 31, 16, END, 6], [7, 8, 20, 21, 0, 0, 0]])
     documents = torch.tensor([[0] * 7, [0] * 4 + [-1] * 3])
     modalities = {"image": IMAGE}
-    plan = SequencePlan.of(tokens, documents, numbers_by_id(modalities))
+    plan = forge_vlm.SequencePlan.of(tokens, documents, numbers_by_id(modalities))
     assert torch.equal(plan.modality_ids(), modality_ids(tokens, documents, modalities))
     assert plan.labels(tokens, trained_modalities(modalities)).tolist() == [
         [BEGIN, 17, 31, 16, END, 6, -100],
@@ -86,9 +78,9 @@ def drawings():
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize("fusion", ["joint_decoder", "mixture_of_transformers", "moma"])
 def test_it_learns_to_draw_and_to_describe_images(fusion):
-    model, (draw, say) = VLM(config(fusion)), drawings()
+    model, (draw, say) = forge_vlm.VLM(config(fusion)), drawings()
     rows = torch.cat([draw, say])
-    plan = SequencePlan.of(rows, None, numbers_by_id(model.config.modalities))
+    plan = forge_vlm.SequencePlan.of(rows, None, numbers_by_id(model.config.modalities))
     labels = plan.labels(rows, trained_modalities(model.config.modalities))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     for _ in range(100):
@@ -103,7 +95,7 @@ def test_it_learns_to_draw_and_to_describe_images(fusion):
 
 
 def test_the_model_has_no_encoder_and_takes_no_images():
-    model = VLM(config())
+    model = forge_vlm.VLM(config())
     assert model.vision is None
     assert model.adapter is None
     assert model.extra_inputs == ()
@@ -119,10 +111,15 @@ def test_the_model_has_no_encoder_and_takes_no_images():
     ("options", "key", "value", "code"),
     [
         ({"modalities": {}}, "modalities", {}, "no_discrete"),
-        ({"modalities": {"image": ModalityConfig(5)}}, "modalities.image", ..., "requires"),
-        ({"adapter": AdapterConfig("linear")}, "adapter.name", "linear", "requires"),
         (
-            {"fusion": FusionConfig("cross_attention")},
+            {"modalities": {"image": forge_vlm.ModalityConfig(5)}},
+            "modalities.image",
+            ...,
+            "requires",
+        ),
+        ({"adapter": forge_vlm.AdapterConfig("linear")}, "adapter.name", "linear", "requires"),
+        (
+            {"fusion": forge_vlm.FusionConfig("cross_attention")},
             *("fusion.name", "cross_attention", "requires"),
         ),
     ],
@@ -134,4 +131,4 @@ def test_keys_that_need_an_encoder_are_rejected(options, key, value, code):
 
 def test_keys_of_an_encoder_are_rejected_without_one():
     with rejects("select_layer", (-2,), "no_encoder"):
-        VisionConfig("none", select_layer=(-2,))
+        forge_vlm.VisionConfig("none", select_layer=(-2,))

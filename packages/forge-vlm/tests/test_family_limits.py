@@ -1,25 +1,20 @@
 """What files of transformers have no key for is not written, and what they drop without one is not read."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-
-from forge_core.model import AttentionSpec
-from forge_vlm import VLM
-from forge_vlm.families import FAMILIES, INTERNVL, LLAVA
-
-sys.path.insert(0, str(Path(__file__).parent))
 import test_internvl
 import test_llava
 import test_smolvlm
 import tiny_qwen3_vl
+import torch
 from hf_folders import distance, renamed, saved
 
+from forge_core.model import AttentionSpec
 from forge_testing.problems import rejects
+from forge_vlm import VLM
+from forge_vlm.families import FAMILIES, INTERNVL, LLAVA
 
 pytestmark = pytest.mark.lane("test")
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +13,6 @@ pytestmark = pytest.mark.lane("test")
 pytest.importorskip("numpy")
 pytest.importorskip("PIL")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import NAMES, OPTIONS, coco, folder_of_csv, llava, picture_files, png  # noqa: E402
 
 from forge_vlm.data import InvalidSample, Prompts, VisionChatSource  # noqa: E402

@@ -2,21 +2,16 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from hf_folders import assert_same_logits, assert_trains_alike, ours_of, renamed
 
-from forge_core import cross_entropy, initialize
+from forge_core import initialize
+from forge_testing.problems import rejects
 from forge_vlm import VisionConfig
 from forge_vlm.families import INTERNVL
 from forge_vlm.vision import build_encoder
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hf_folders import distance, labels_of, ours_of, renamed, train_both
-
-from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -64,29 +59,14 @@ def batch():
 def test_logits_are_those_of_transformers(options, tmp_path):
     theirs = theirs_of(**options).eval()
     ours, (tokens, tiles) = ours_of(theirs, tmp_path, INTERNVL).eval(), batch()
-    with torch.no_grad():
-        wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
-        found, other = ours(tokens, images=tiles), ours(tokens, images=tiles.flip(0))
-    assert distance(found, wanted) < 1e-5
-    assert distance(other, wanted) > 1e-3  # the images have a say
+    assert_same_logits(ours, theirs, tokens, tiles)
 
 
 @pytest.mark.slow
 def test_twenty_steps_are_those_of_transformers(tmp_path):
-    theirs = theirs_of()
-    ours, (tokens, tiles) = ours_of(theirs, tmp_path, INTERNVL), batch()
-    labels, given = labels_of(tokens, IMAGE)
-    train_both(
-        ours,
-        theirs,
-        lambda: (
-            cross_entropy(ours(tokens, images=tiles), labels).mean,
-            theirs(input_ids=tokens, labels=given, pixel_values=tiles).loss,
-        ),
-    )
-    with torch.no_grad():
-        wanted = theirs(input_ids=tokens, pixel_values=tiles).logits
-        assert distance(ours(tokens, images=tiles), wanted) < 1e-5
+    theirs, (tokens, tiles) = theirs_of(), batch()
+    media = {"images": tiles}, {"pixel_values": tiles}
+    assert_trains_alike(ours_of(theirs, tmp_path, INTERNVL), theirs, tokens, IMAGE, *media)
 
 
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"text": "llama", "layer": -2}])

@@ -2,9 +2,7 @@
 
 import hashlib
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,6 @@ pytestmark = pytest.mark.lane("test")
 pytest.importorskip("numpy")
 pytest.importorskip("PIL")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import OPTIONS, dataset, parquet, webdataset  # noqa: E402
 
 from forge_vlm.data import InvalidSample, VisionChatSource  # noqa: E402

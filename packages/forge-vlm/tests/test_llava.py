@@ -2,20 +2,14 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-
-from forge_core import cross_entropy
-from forge_vlm.families import LLAVA
-from forge_vlm.vision import VisionConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hf_folders import distance, labels_of, ours_of, renamed, saved, train_both
+from hf_folders import assert_same_logits, assert_trains_alike, ours_of, renamed, saved
 
 from forge_testing.problems import rejects
+from forge_vlm.families import LLAVA
+from forge_vlm.vision import VisionConfig
 
 pytestmark = pytest.mark.lane("test")
 
@@ -29,28 +23,12 @@ IMAGE = 127
 
 def theirs_of(kind="clip_vision_model", text="llama", layer=-2, strategy="default"):
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    vision = dict(
-        model_type=kind,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=8,
-        **VISION[kind],
-    )
+    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    encoder = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
     config = transformers.LlavaConfig(
-        vision_config=vision,
-        text_config=dict(
-            sizes, model_type=text, num_key_value_heads=2, max_position_embeddings=128
-        ),
+        vision_config=dict(encoder, model_type=kind, image_size=16, patch_size=8, **VISION[kind]),
+        text_config=dict(sizes, **heads, model_type=text),
         image_token_id=IMAGE,
         vision_feature_layer=layer,
         vision_feature_select_strategy=strategy,
@@ -84,33 +62,14 @@ def batch(places=4, images=3):
 def test_logits_are_those_of_transformers(options, places, tmp_path):
     theirs = theirs_of(**options).eval()
     ours, (tokens, images) = ours_of(theirs, tmp_path, LLAVA).eval(), batch(places)
-    with torch.no_grad():
-        wanted = theirs(input_ids=tokens, pixel_values=images).logits
-        found, other = ours(tokens, images=images), ours(tokens, images=images.flip(0))
-    assert distance(found, wanted) < 1e-5
-    assert distance(other, wanted) > 1e-3  # the image has a say
+    assert_same_logits(ours, theirs, tokens, images)
 
 
 @pytest.mark.slow
 def test_twenty_steps_are_those_of_transformers(tmp_path):
-    theirs = theirs_of()
-    ours, (tokens, images) = ours_of(theirs, tmp_path, LLAVA), batch()
-    labels, given = labels_of(tokens, IMAGE)
-    train_both(
-        ours,
-        theirs,
-        lambda: (
-            cross_entropy(ours(tokens, images=images), labels).mean,
-            theirs(input_ids=tokens, pixel_values=images, labels=given).loss,
-        ),
-    )
-    with torch.no_grad():
-        assert (
-            distance(
-                ours(tokens, images=images), theirs(input_ids=tokens, pixel_values=images).logits
-            )
-            < 1e-5
-        )
+    theirs, (tokens, images) = theirs_of(), batch()
+    media = {"images": images}, {"pixel_values": images}
+    assert_trains_alike(ours_of(theirs, tmp_path, LLAVA), theirs, tokens, IMAGE, *media)
 
 
 @pytest.mark.parametrize(

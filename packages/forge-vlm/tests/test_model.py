@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_rows import IMAGE, rows
 
 from forge_core import SamplingConfig, Transformer, generate
 from forge_core.model import MTPConfig
@@ -11,7 +12,6 @@ from forge_vlm.vision import ViTConfig
 
 pytestmark = pytest.mark.lane("test")
 
-IMAGE = 63
 SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=2, max_seq_len=32)
 
 
@@ -23,14 +23,6 @@ def config(**options):
         modalities={"image": ModalityConfig(first_id=IMAGE)},
         **options,
     )
-
-
-def rows():
-    tokens = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(0))
-    tokens[0, 2:6] = IMAGE
-    tokens[1, 1:5] = tokens[1, 7:11] = IMAGE
-    images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    return tokens, images
 
 
 def test_without_images_the_logits_are_those_of_the_text_model():
@@ -46,7 +38,7 @@ def test_without_images_the_logits_are_those_of_the_text_model():
 
 
 def test_an_image_changes_later_tokens_and_none_before():
-    model, (tokens, images) = VLM(config()).eval(), rows()
+    model, (tokens, images) = VLM(config()).eval(), rows(12)
     before, after = model(tokens, images=images), model(tokens, images=images.flip(-1))
     moved = (before - after).abs().amax(-1) > 0
     assert not moved[:, :1].any()
@@ -57,7 +49,7 @@ def test_an_image_changes_later_tokens_and_none_before():
 
 def test_rows_take_their_images_in_order():
     """Each row alone with its images gives what the batch gives."""
-    model, (tokens, images) = VLM(config()).eval(), rows()
+    model, (tokens, images) = VLM(config()).eval(), rows(12)
     both = model(tokens, images=images)
     for row, own in ((0, images[:1]), (1, images[1:])):
         alone = model(tokens[row : row + 1], images=own)
@@ -65,14 +57,14 @@ def test_rows_take_their_images_in_order():
 
 
 def test_bytes_of_images_are_normalized():
-    model, (tokens, _) = VLM(config()).eval(), rows()
+    model, (tokens, _) = VLM(config()).eval(), rows(12)
     images = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
     wanted = model(tokens, images=(images.float() / 255 - 0.5) / 0.5)
     torch.testing.assert_close(model(tokens, images=images), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_another_number_of_tokens_than_placeholders_is_rejected():
-    model, (tokens, images) = VLM(config()), rows()
+    model, (tokens, images) = VLM(config()), rows(12)
     with rejects("media", 8, "number"):
         model(tokens, images=images[:2])
     with rejects("media", 0, "number"):
@@ -80,7 +72,7 @@ def test_another_number_of_tokens_than_placeholders_is_rejected():
 
 
 def test_generation_encodes_once_and_equals_a_full_forward():
-    model, (tokens, images) = VLM(config()).eval(), rows()
+    model, (tokens, images) = VLM(config()).eval(), rows(12)
     with (
         torch.no_grad()
     ):  # no new token is a placeholder, which would want an image in the whole forward
@@ -100,7 +92,7 @@ def test_generation_encodes_once_and_equals_a_full_forward():
 
 
 def test_a_frozen_encoder_stays_in_eval_mode_and_keeps_no_activations():
-    model, (tokens, images) = VLM(config()), rows()
+    model, (tokens, images) = VLM(config()), rows(12)
     model.vision.requires_grad_(False)
     model.train()
     assert model.training

@@ -1,13 +1,11 @@
 """A prepared folder and kept lengths: the rows of the files themselves, complete or not at all, opened without reading."""
 
 import errno
-import fcntl
 import json
 import os
 import pickle
 import re
 import signal
-import sys
 import tempfile
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forge_testing.damages import without_locks
 from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
 from forge_testing.processes import exit_code, forked
@@ -23,7 +22,6 @@ from forge_testing.processes import exit_code, forked
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import OPTIONS, chat, llava, png, webdataset  # noqa: E402
 
 from forge_vlm.data import InvalidSample, VisionChatSource, open_source  # noqa: E402
@@ -264,11 +262,7 @@ def test_F162_three_processes_replace_one_output_one_after_another(tmp_path, mon
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
 def test_F163_a_file_system_without_locks_is_warned_of_once(tmp_path, monkeypatch, caplog, number):
-    def no_locks(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    without_locks(monkeypatch, number)
     path = talks_of(tmp_path / "a")
     for name, other in (("other", {"weigh": "sqrt"}), ("out", {})):
         prepared(path, tmp_path / name)

@@ -1,23 +1,18 @@
 """Qwen3-VL: patches of images of any sizes, DeepStack, positions of three axes; equal to transformers."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-
-from forge_core import SamplingConfig, Transformer, generate, initialize
-from forge_vlm import VLM, AdapterConfig, VisionConfig
-from forge_vlm.vision import build_encoder, cut_patches
-from forge_vlm.vision.patches import PATCH_MODELS
-
-sys.path.insert(0, str(Path(__file__).parent))
 import tiny_qwen3_vl as qwen
+import torch
 from hf_folders import distance
 
+from forge_core import SamplingConfig, Transformer, generate, initialize
 from forge_testing.problems import assert_problem, rejects
+from forge_vlm import VLM, AdapterConfig, VisionConfig
 from forge_vlm._shared.problems import ProblemError
+from forge_vlm.vision import build_encoder, cut_patches
+from forge_vlm.vision.patches import PATCH_MODELS
 
 pytestmark = pytest.mark.lane("test")
 

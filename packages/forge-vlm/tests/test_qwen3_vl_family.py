@@ -2,20 +2,15 @@
 
 import dataclasses
 import json
-import sys
-from pathlib import Path
 
 import pytest
+import tiny_qwen3_vl as qwen
 import torch
 
 from forge_core.model import LayerType
+from forge_testing.problems import rejects
 from forge_vlm import VLM
 from forge_vlm.families import QWEN3_VL, find_family
-
-sys.path.insert(0, str(Path(__file__).parent))
-import tiny_qwen3_vl as qwen
-
-from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 

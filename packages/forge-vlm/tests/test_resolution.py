@@ -1,12 +1,12 @@
 """Resolutions against the image processors of transformers: pixels, tiles and their order, token ids of prompts."""
 
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from tiny_tokenizer import tokenizer_of
 
+from forge_testing.problems import rejects
 from forge_vlm.resolution import (
     AspectTilesConfig,
     BudgetConfig,
@@ -16,11 +16,6 @@ from forge_vlm.resolution import (
     TilesConfig,
     build_resolution,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_tokenizer import tokenizer_of
-
-from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 

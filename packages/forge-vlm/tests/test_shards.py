@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 import tarfile
 from pathlib import Path
 
@@ -16,14 +15,9 @@ pytestmark = pytest.mark.lane("test")
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from data_files import IMAGE, OPTIONS  # noqa: E402
 
-from forge_vlm.data import (  # noqa: E402
-    InvalidSample,
-    open_source,
-    streaming,
-)
+from forge_vlm.data import InvalidSample, open_source, streaming  # noqa: E402
 from forge_vlm.data.sample import SampleEncoder  # noqa: E402
 from forge_vlm.data.streaming import Chunks  # noqa: E402
 

@@ -1,23 +1,17 @@
 """Idefics3 and SmolVLM of transformers, from the same weights: logits, training, folders both ways."""
 
 import json
-import sys
-from pathlib import Path
 
+import hf_folders
 import pytest
 import torch
-
-from forge_core import cross_entropy
-from forge_vlm import VLM
-from forge_vlm.families import FAMILIES
-from forge_vlm.resolution import ResolutionConfig, TilesConfig, build_resolution
-
-sys.path.insert(0, str(Path(__file__).parent))
-import hf_folders
-from hf_folders import distance, labels_of, renamed, train_both
+from hf_folders import assert_trains_alike, distance, renamed
 from tiny_tokenizer import tokenizer_of
 
 from forge_testing.problems import rejects
+from forge_vlm import VLM
+from forge_vlm.families import FAMILIES
+from forge_vlm.resolution import ResolutionConfig, TilesConfig, build_resolution
 
 pytestmark = pytest.mark.lane("test")
 
@@ -142,19 +136,8 @@ def test_masks_may_be_left_out_and_a_batch_may_have_no_image(tmp_path):
 def test_twenty_steps_are_those_of_transformers(name, tmp_path):
     theirs = theirs_of(name)
     ours, (tokens, tiles, masks) = ours_of(theirs, tmp_path), batch()
-    labels, given = labels_of(tokens, IMAGE)
-    media = media_of(tiles, masks)
-    train_both(
-        ours,
-        theirs,
-        lambda: (
-            cross_entropy(ours(tokens, images=tiles, image_masks=masks), labels).mean,
-            theirs(input_ids=tokens, labels=given, **media).loss,
-        ),
-    )
-    with torch.no_grad():
-        ends = ours(tokens, images=tiles, image_masks=masks), theirs(input_ids=tokens, **media)
-    assert distance(ends[0], ends[1].logits) < 1e-5
+    own = {"images": tiles, "image_masks": masks}
+    assert_trains_alike(ours, theirs, tokens, IMAGE, own, media_of(tiles, masks))
 
 
 @pytest.mark.lane("quick")

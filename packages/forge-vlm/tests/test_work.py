@@ -7,13 +7,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.flops import flops_per_token
 from forge_testing.problems import rejects
-from forge_vlm import VLM, AdapterConfig, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
-from forge_vlm.adapters import (
-    AttentionalPoolConfig,
-    AveragePoolConfig,
-    PixelShuffleMLPConfig,
-    ResamplerConfig,
-    build_adapter,
+from forge_vlm import (
+    VLM,
+    AdapterConfig,
+    FusionConfig,
+    ModalityConfig,
+    VisionConfig,
+    VLMConfig,
+    adapters,
 )
 from forge_vlm.fusion import CrossAttentionConfig, MoMaConfig
 from forge_vlm.vision import ViTConfig, build_encoder
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.lane("test")
 
 IMAGE, S, IMAGES = 63, 24, 2
 VIT = VisionConfig(vit=ViTConfig(image_size=16, patch_size=4, dim=8, num_layers=2, num_heads=2))
-POOL = AdapterConfig("attentional_pool", attentional_pool=AttentionalPoolConfig(2, num_heads=2))
+POOL = AdapterConfig(
+    "attentional_pool", attentional_pool=adapters.AttentionalPoolConfig(2, num_heads=2)
+)
 CROSS = FusionConfig("cross_attention", cross_attention=CrossAttentionConfig(every_n_layers=1))
 FUSIONS = {
     "joint_decoder": FusionConfig(),
@@ -102,10 +105,10 @@ ADAPTERS = {
     "linear": {},
     "mlp": {},
     "pixel_shuffle": {},
-    "pixel_shuffle_mlp": {"pixel_shuffle_mlp": PixelShuffleMLPConfig(4)},
-    "average_pool": {"average_pool": AveragePoolConfig(2)},
-    "attentional_pool": {"attentional_pool": AttentionalPoolConfig(2, num_heads=2)},
-    "resampler": {"resampler": ResamplerConfig(5, num_layers=2, num_heads=2)},
+    "pixel_shuffle_mlp": {"pixel_shuffle_mlp": adapters.PixelShuffleMLPConfig(4)},
+    "average_pool": {"average_pool": adapters.AveragePoolConfig(2)},
+    "attentional_pool": {"attentional_pool": adapters.AttentionalPoolConfig(2, num_heads=2)},
+    "resampler": {"resampler": adapters.ResamplerConfig(5, num_layers=2, num_heads=2)},
 }
 
 
@@ -113,7 +116,7 @@ ADAPTERS = {
 def test_operations_of_adapters(name):
     from forge_vlm.flops import work_of_media
 
-    adapter = build_adapter(AdapterConfig(name, **ADAPTERS[name]), 8, 16)
+    adapter = adapters.build_adapter(AdapterConfig(name, **ADAPTERS[name]), 8, 16)
     encoder = build_encoder(VIT)
     work = work_of_media(encoder, adapter, None)
     alone = encoder.image_work().flops

@@ -5,13 +5,13 @@ The parts are next to the output until all are there: memory holds one of them, 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import shutil
 import zipfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from forge_lab._shared.atomic import new_file, sync_folder, write_file
 from forge_lab._shared.locks import Held, Lock
 from forge_lab._shared.paths import files_named
 from forge_lab._shared.problems import Problem, invalid
-from forge_train.errors import StateError
+from forge_train.errors import StateError, write_errors
 
 _REQUEST, _LOCK = "request.json", "lock"
 
@@ -123,14 +123,8 @@ class Parts:
         shutil.rmtree(self.folder)
 
 
-@contextlib.contextmanager
-def _room_on_disk(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        rule = f"could not be written ({error.strerror or error})"
-        fix = "make room there, then give the command again"
-        raise invalid("", "write", str(folder), rule, fix, kind=StateError) from error
+def _room_on_disk(folder: Path) -> AbstractContextManager[None]:
+    return write_errors("", folder, "make room there, then give the command again", StateError)
 
 
 def _empty(folder: Path) -> None:

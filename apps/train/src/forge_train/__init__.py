@@ -22,31 +22,11 @@ if TYPE_CHECKING:
     from forge_train.run.extension import Extension
 
 __all__ = [
-    "Callback",
-    "ConfigError",
-    "DataError",
-    "Extension",
-    "JobConfig",
-    "JobError",
-    "Layers",
-    "ResolvedJob",
-    "Run",
-    "RunDirectory",
-    "RunResult",
-    "Sink",
-    "StateError",
-    "Trainer",
-    "column_of",
-    "from_pretrained",
-    "load_folder",
-    "load_job",
-    "load_model",
-    "load_trained",
-    "read_layers",
-    "read_rows",
-    "read_run",
-    "resolve",
-]
+    "Callback", "ConfigError", "DataError", "Extension", "JobConfig", "JobError", "Layers",
+    "ResolvedJob", "Run", "RunDirectory", "RunResult", "Sink", "StateError", "Trainer", "column_of",
+    "from_pretrained", "load_folder", "load_job", "load_model", "load_trained", "read_layers",
+    "read_rows", "read_run", "resolve",
+]  # fmt: skip
 
 
 #: The names of each module. Imported at first use: a typo in a TOML file is answered without waiting for

@@ -79,7 +79,8 @@ def _dispatch(args: list[str]) -> int:
 def run_verb(args: list[str]) -> int:
     """Run a verb with its arguments, for its exit code. JobError for what it rejects, SystemExit after help."""
     if not args:
-        return _first_lines()
+        print(_FIRST_LINES)
+        return ExitCode.DONE
     verb, rest = args[0], args[1:]
     if verb in ("--help", "-h"):
         return _help()
@@ -206,12 +207,7 @@ def explain(args: list[str]) -> int:
     from forge_data.errors import InvalidData
     from forge_train.build.resolve import resolve_to_show
     from forge_train.report.describe import print_explanation
-    from forge_train.report.planned import (
-        check_picture,
-        draw_plan,
-        parameter_lines,
-        phase_lines,
-    )
+    from forge_train.report.planned import check_picture, draw_plan, parameter_lines, phase_lines
 
     nproc, rest = take_nproc(args)
     layers, flags = job_arguments(rest, "explain", explain.__doc__ or "", ExplainFlags)
@@ -390,12 +386,7 @@ def job_arguments(args: list[str], verb: str, description: str, own: type) -> tu
         raise
 
 
-def _first_lines() -> int:
-    """What a user of the bare command needs, in twelve lines."""
-    print(_FIRST_LINES)
-    return ExitCode.DONE
-
-
+#: What a user of the bare command needs.
 _FIRST_LINES = """\
 usage: forge-train VERB ...
 

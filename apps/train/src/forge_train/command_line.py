@@ -14,41 +14,22 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import tyro
 
+from forge_ckpt.cli import path_flags
 from forge_resilience.rank_process import is_rank_of_many
-from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import ConfigError
 
 __all__ = [
-    "call_verb",
-    "flag_errors",
-    "is_rank_of_many",
-    "parse_arguments",
-    "take_nproc",
-    "warn_renamed",
+    "call_verb", "flag_errors", "is_rank_of_many", "parse_arguments", "take_nproc", "warn_renamed",
     "with_new_names",
-]
+]  # fmt: skip
 
 #: While it is active, flags of type Path take a leading `~/` as the home folder.
-PATHS = tyro.constructors.ConstructorRegistry()
-
-
-@PATHS.primitive_rule
-def _path(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    if info.type is not Path:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        1,
-        "PATH",
-        lambda words: user_path(words[0]),
-        lambda x: isinstance(x, Path),
-        lambda x: [str(x)],
-    )
+PATHS = path_flags()
 
 
 def take_nproc(args: list[str]) -> tuple[int | None, list[str]]:

@@ -25,16 +25,9 @@ from torch import Tensor, nn
 from forge_data import Batch
 
 __all__ = [
-    "CountsItsBatch",
-    "Generates",
-    "KeepsState",
-    "ModelBuilder",
-    "ObjectiveFunction",
-    "Row",
-    "Sink",
-    "SinkBuilder",
-    "TokenLoss",
-]
+    "CountsItsBatch", "Generates", "KeepsState", "ModelBuilder", "ObjectiveFunction", "Row", "Sink",
+    "SinkBuilder", "TokenLoss",
+]  # fmt: skip
 
 Row = Mapping[str, Any]
 """A row of metrics.jsonl: column -> number, text or None; docs/metrics.md lists them."""

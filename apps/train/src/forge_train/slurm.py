@@ -11,13 +11,13 @@ from pathlib import Path
 from forge_resilience import ExitCode, slurm
 from forge_resilience.slurm import JobFacts, SlurmFlags
 from forge_train._shared.atomic import write_file
-from forge_train._shared.problems import Problem, invalid
+from forge_train._shared.problems import Problem
 from forge_train._shared.toml_files import flatten
 from forge_train.build.layout import layout_problems
 from forge_train.build.resolve import ResolvedJob, resolve, resolve_to_show
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.layers import Layers
-from forge_train.errors import ConfigError, config_errors, job_errors, refuse
+from forge_train.errors import config_errors, job_errors, refuse, write_errors
 from forge_train.process import note
 
 __all__ = ["add_site", "job_facts", "note", "refuse_layouts", "submitted"]
@@ -124,16 +124,11 @@ def job_facts(job: ResolvedJob) -> JobFacts:
 def _write(scripts: dict[str, str], job: ResolvedJob) -> None:
     """Write scripts, and the configuration as it is now: editing CONFIG changes no job that waits in the queue."""
     folder = Path(next(iter(scripts))).parent
-    try:
+    with write_errors("run.dir", folder.parent, "choose another"):
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in scripts.items():
             write_file(Path(path), text)
         write_file(folder / "job.toml", job.to_toml(given=True))
-    except OSError as error:
-        value, rule = str(folder.parent), f"cannot be written ({error.strerror})"
-        raise invalid(
-            "run.dir", "write", value, rule, "choose another", kind=ConfigError
-        ) from error
 
 
 def submitted(script: str, *options: str) -> str:

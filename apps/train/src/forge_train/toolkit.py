@@ -24,23 +24,8 @@ from forge_train.process import init_ranks
 from forge_train.run.checkpoints import IMPORTED, store_errors
 
 __all__ = [
-    "DEFAULT_DIR",
-    "IMPORTED",
-    "Course",
-    "Evaluation",
-    "add_flags",
-    "begin_texts_as",
-    "build_trained",
-    "init_ranks",
-    "is_fixed",
-    "job_compute",
-    "open_held_out",
-    "price",
-    "prompts_of",
-    "require_layout",
-    "run_layers",
-    "run_tokenizer",
-    "store_errors",
-    "structure_table",
-    "total_steps",
-]
+    "DEFAULT_DIR", "IMPORTED", "Course", "Evaluation", "add_flags", "begin_texts_as",
+    "build_trained", "init_ranks", "is_fixed", "job_compute", "open_held_out", "price",
+    "prompts_of", "require_layout", "run_layers", "run_tokenizer", "store_errors",
+    "structure_table", "total_steps",
+]  # fmt: skip

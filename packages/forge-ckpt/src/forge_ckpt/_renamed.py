@@ -7,35 +7,33 @@ from typing import Any
 
 from forge_ckpt._shared.renamed import OldModules, read_renamed
 
-#: Module of 0.1 -> module of today.
-MODULES = {
-    f"forge_ckpt.{old}": f"forge_ckpt.{new}"
-    for old, new in {
-        "commands": "cli",
-        "dcp.listing": "dcp.convert",
-        "dcp.payload": "dcp.convert",
-        "digests": "codec",
-        "foreign": "directories",
-        "hf.folder": "_shared.safetensors_folder",
-        "hf.headers": "_shared.safetensors_headers",
-        "hf.rows": "_shared.name_rows",
-        "hf.stream": "_shared.name_maps",
-        "hf.store": "hf.load",
-        "lock": "directories",
-        "objects": "codec",
-        "read.arena": "read.memory",
-        "read.shared_memory": "read.memory",
-        "read.targets": "read.planner",
-        "tree": "codec",
-        "verbs.show": "verbs.look",
-        "wrapped": "codec",
-        "write.deduplicate": "write.planner",
-        "write.layout": "write.planner",
-        "write.plan_json": "write.planner",
-        "write.retain": "retention",
-        "write.stream": "write.writer",
-    }.items()
+#: Module of 0.1 -> module of today, below the package and in full.
+_MODULES = {
+    "commands": "cli",
+    "dcp.listing": "dcp.convert",
+    "dcp.payload": "dcp.convert",
+    "digests": "codec",
+    "foreign": "directories",
+    "hf.folder": "_shared.safetensors_folder",
+    "hf.headers": "_shared.safetensors_headers",
+    "hf.rows": "_shared.name_rows",
+    "hf.stream": "_shared.name_maps",
+    "hf.store": "hf.load",
+    "lock": "directories",
+    "objects": "codec",
+    "read.arena": "read.memory",
+    "read.shared_memory": "read.memory",
+    "read.targets": "read.planner",
+    "tree": "codec",
+    "verbs.show": "verbs.look",
+    "wrapped": "codec",
+    "write.deduplicate": "write.planner",
+    "write.layout": "write.planner",
+    "write.plan_json": "write.planner",
+    "write.retain": "retention",
+    "write.stream": "write.writer",
 }
+MODULES = {f"forge_ckpt.{old}": f"forge_ckpt.{new}" for old, new in _MODULES.items()}
 #: Module -> {name of 0.1: name of today, there or in another module}.
 NAMES = {
     "forge_ckpt.codec": {"DEFAULT": "DEFAULT_DIGEST", "NAMES": "DIGESTS"},

@@ -10,6 +10,8 @@ from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.streams import tolerate
 from forge_ckpt.errors import CorruptCheckpoint, StoreInUse, one_line
 
+__all__ = ["main", "path_flags"]
+
 OK, LIMIT, CORRUPT, WRONG_USAGE, INTERRUPTED = 0, 1, 66, 78, 130
 
 
@@ -42,23 +44,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     from forge_ckpt.verbs.look import cat, inspect, ls, verify
     from forge_ckpt.verbs.rewrite import average, convert, prune, reshard
 
-    paths = tyro.constructors.ConstructorRegistry()
-
-    @paths.primitive_rule
-    def path(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-        """Arguments of type Path take a leading `~/` as the home folder."""
-        if info.type is not Path:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            1,
-            "PATH",
-            lambda words: user_path(words[0]),
-            lambda x: isinstance(x, Path),
-            lambda x: [str(x)],
-        )
-
     verbs = (ls, inspect, verify, cat, diff, average, prune, reshard, convert)
-    with paths:
+    with path_flags():
         code: int = tyro.extras.subcommand_cli_from_dict(
             {verb.__name__: verb for verb in verbs},
             prog="forge-ckpt",
@@ -69,6 +56,26 @@ def run(arguments: Sequence[str] | None = None) -> int:
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     return code
+
+
+def path_flags() -> Any:
+    """Return a registry of tyro; while it is active, arguments of type Path take a leading `~/` as the home folder."""
+    import tyro
+
+    def path(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+        if info.type is not Path:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            1,
+            "PATH",
+            lambda words: user_path(words[0]),
+            lambda x: isinstance(x, Path),
+            lambda x: [str(x)],
+        )
+
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(path)
+    return registry
 
 
 def _fail(error: object, code: int) -> int:

@@ -12,23 +12,21 @@ from forge_core._shared.renamed import OldModules, read_renamed
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
-#: Module of 0.1 -> module of today.
-MODULES = {
-    f"forge_core.{old}": f"forge_core.{new}"
-    for old, new in {
-        "loss.fused": "loss.token",
-        "model.documents": "model.attention_ops",
-        "model.head": "model.transformer",
-        "model.layer_types": "model.config",
-        "model.mla_config": "model.mla",
-        "model.mrope": "model.rope",
-        "model.mtp_config": "model.mtp",
-        "model.parts": "model.block",
-        "model.rows": "model.attention_ops",
-        "model.spec": "model.attention_ops",
-        "model.yarn": "model.rope",
-    }.items()
+#: Module of 0.1 -> module of today, below the package and in full.
+_MODULES = {
+    "loss.fused": "loss.token",
+    "model.documents": "model.attention_ops",
+    "model.head": "model.transformer",
+    "model.layer_types": "model.config",
+    "model.mla_config": "model.mla",
+    "model.mrope": "model.rope",
+    "model.mtp_config": "model.mtp",
+    "model.parts": "model.block",
+    "model.rows": "model.attention_ops",
+    "model.spec": "model.attention_ops",
+    "model.yarn": "model.rope",
 }
+MODULES = {f"forge_core.{old}": f"forge_core.{new}" for old, new in _MODULES.items()}
 #: Module -> {name of 0.1: name of today, there or in another module}.
 NAMES = {
     "forge_core": {"initialise": "initialize"},  # language: old name

@@ -325,6 +325,8 @@ class MoEHooks:
         if name not in self._layers:
             return torch.zeros(num_experts + 4, dtype=torch.float64, device=self._device)
         found = self._layers[name].statistics(reset=True)
+        # those of a layer before its first forward are on the CPU
+        found = {key: value.to(self._device) for key, value in found.items()}
         tokens = found["tokens"].double()
         bias = found["bias"].abs().max().double() if "bias" in found else torch.zeros_like(tokens)
         # All ranks of a stage have the same bias: one of them adds it to the sum.

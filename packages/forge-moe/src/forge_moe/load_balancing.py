@@ -151,6 +151,7 @@ class RoutingCounters:
         self.step_counts: Tensor | None = None
         self.global_step_counts: Tensor | None = None
         self.sums: dict[str, Tensor] = {}
+        self.device: torch.device | None = None  # of the last forward
 
     def reset(self) -> None:
         """Reset the statistics; the counts of the step stay."""
@@ -158,7 +159,7 @@ class RoutingCounters:
 
     def add(self, counts: Tensor, others: dict[str, Tensor | int], *, training: bool) -> None:
         """Add one forward. Sums are new tensors: those made under inference_mode cannot be changed later."""
-        device = counts.device
+        self.device = device = counts.device
         if training:
             self.step_counts = _add(self.step_counts, counts, device)
         values: dict[str, Tensor | int] = {"counts": counts, **others}
@@ -173,8 +174,8 @@ class RoutingCounters:
     def read(self) -> dict[str, Tensor]:
         """The sums, and the entropy as a mean over tokens; zeros before the first forward."""
         if not self.sums:
-            zero = torch.zeros((), dtype=torch.int64)
-            counts = torch.zeros(self.num_experts, dtype=torch.int64)
+            zero = torch.zeros((), dtype=torch.int64, device=self.device)
+            counts = zero.repeat(self.num_experts)
             return {"counts": counts, "tokens": zero, "dropped": zero, "entropy": zero.float()}
         entropy = (self.sums["entropy"] / self.sums["tokens"].clamp_min(1)).float()
         return {**{name: value.clone() for name, value in self.sums.items()}, "entropy": entropy}

@@ -5,12 +5,7 @@ from functools import partial
 from forge_parallel._renamed import renamed
 from forge_parallel.axes.fsdp import accumulate, apply_fsdp, follow_requires_grad, reshard
 from forge_parallel.config import ParallelConfig
-from forge_parallel.grad_norm import (
-    clip_grad_norm_,
-    clip_grads_,
-    global_count,
-    global_grad_norm,
-)
+from forge_parallel.grad_norm import clip_grad_norm_, clip_grads_, global_count, global_grad_norm
 from forge_parallel.meshes import Axis, Meshes, config_of_mesh, launch, make_meshes, select_device
 from forge_parallel.parallelize import materialize, parallelize, store_parameters
 from forge_parallel.start import (

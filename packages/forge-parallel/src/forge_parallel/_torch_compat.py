@@ -4,7 +4,7 @@ A name without a version is needed from 2.11 to 2.15, the versions that are supp
 needs when its support ends.
 
     name                                          versions   why no public name does it
-    torch._foreach_norm, _foreach_mul_            all        one launch for all gradients; optimizers of torch use them
+    torch._foreach_norm, _foreach_mul_, _copy_    all        one launch for many tensors; optimizers of torch use them
     distributed_c10d._set_pg_timeout              to 2.13    public as set_timeout from 2.14 on
     DTensor._op_dispatcher, _clear_DTensor_...    all        DTensor caches results by meshes of ended process groups
     FSDPModule._get_fsdp_state and its groups     all        gradients of parameters that only some ranks used
@@ -60,6 +60,15 @@ def foreach_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tens
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply each tensor in place by a 0-dim tensor."""
     torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_to(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """`tensor.to(dtype)` of each tensor in another dtype, one fused launch per device."""
+    if len(tensors) == 1:
+        return [tensors[0].to(dtype)]
+    found = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(found, list(tensors))
+    return found
 
 
 def set_timeout(group: Any, seconds: float) -> None:

@@ -10,13 +10,7 @@ from torch import nn
 
 from forge_parallel._shared.module_protocols import check_names
 from forge_parallel._shared.problems import invalid
-from forge_parallel.axes.fsdp import (
-    FROZEN_HALF,
-    HALF,
-    apply_fsdp,
-    is_frozen_half,
-    keep_on_host,
-)
+from forge_parallel.axes.fsdp import FROZEN_HALF, HALF, apply_fsdp, is_frozen_half, keep_on_host
 from forge_parallel.axes.precision import casts_suffice, compute_in, own_dtype
 from forge_parallel.axes.roles import Matched, find_roles, roles_of_plan
 from forge_parallel.check_model import check_model, report_blocks

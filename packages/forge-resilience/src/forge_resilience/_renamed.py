@@ -7,34 +7,32 @@ from typing import Any
 
 from forge_resilience._shared.renamed import OldModules, read_renamed
 
-#: Module of 0.1 -> module of today.
-MODULES = {
-    f"forge_resilience.{old}": f"forge_resilience.{new}"
-    for old, new in {
-        "background_sink": "recorder",
-        "chaos.files": "chaos.faults",
-        "chaos.processes": "chaos.faults",
-        "chaos.strike": "chaos.trial",
-        "health.config": "health.check",
-        "health.device": "health.probes",
-        "health.exclude": "health.check",
-        "health.finding": "health.probes",
-        "health.liveness": "health.check",
-        "health.node": "health.probes",
-        "nonfinite": "policy",
-        "slurm.commands": "slurm.client",
-        "slurm.queue": "slurm.client",
-        "slurm.quote": "slurm.script",
-        "slurm.shared": "slurm.site",
-        "slurm.small_job": "slurm.job_scripts",
-        "supervise.config": "supervise.watch",
-        "supervise.lives": "supervise.supervisor",
-        "supervise.place": "supervise.node_slot",
-        "supervise.process_tree": "procfs",
-        "supervise.report": "supervise.hang",
-        "supervise.stacks": "supervise.hang",
-    }.items()
+#: Module of 0.1 -> module of today, below the package and in full.
+_MODULES = {
+    "background_sink": "recorder",
+    "chaos.files": "chaos.faults",
+    "chaos.processes": "chaos.faults",
+    "chaos.strike": "chaos.trial",
+    "health.config": "health.check",
+    "health.device": "health.probes",
+    "health.exclude": "health.check",
+    "health.finding": "health.probes",
+    "health.liveness": "health.check",
+    "health.node": "health.probes",
+    "nonfinite": "policy",
+    "slurm.commands": "slurm.client",
+    "slurm.queue": "slurm.client",
+    "slurm.quote": "slurm.script",
+    "slurm.shared": "slurm.site",
+    "slurm.small_job": "slurm.job_scripts",
+    "supervise.config": "supervise.watch",
+    "supervise.lives": "supervise.supervisor",
+    "supervise.place": "supervise.node_slot",
+    "supervise.process_tree": "procfs",
+    "supervise.report": "supervise.hang",
+    "supervise.stacks": "supervise.hang",
 }
+MODULES = {f"forge_resilience.{old}": f"forge_resilience.{new}" for old, new in _MODULES.items()}
 #: Module -> {name of 0.1: name of today, there or in another module}.
 NAMES = {
     "forge_resilience.chaos": {"Striker": "Injector", "Struck": "Injection"},  # language: old names

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports torch
 __all__ = [
     "ConfigError", "DataError", "HardwareError", "JobError", "NumericsError", "Report", "StateError",
     "as_config_error", "config_errors", "data_errors", "job_errors", "of_limit", "problems_at", "problems_under",
-    "raise_reported", "received", "refuse", "report_of", "run_on_all_ranks",
+    "raise_reported", "received", "refuse", "report_of", "run_on_all_ranks", "write_errors",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -147,6 +147,22 @@ def job_errors(what: str = "") -> Iterator[None]:
         yield
     except (RuntimeError, OSError) as error:
         raise JobError(f"{what}{error}") from error
+
+
+@contextlib.contextmanager
+def write_errors(
+    key: str, path: object, fix: str, kind: type[JobError] = ConfigError, room: str = ""
+) -> Iterator[None]:
+    """Raise an OSError of the block as one problem of `kind`: `path`, the value of `key`, cannot be written.
+
+    With `room`, a rule such as "has no room", its code is `room`, else `write`.
+    """
+    try:
+        yield
+    except OSError as error:
+        rule = f"{room or 'cannot be written'} ({error.strerror or error})"
+        found = Problem(key, "room" if room else "write", str(path), rule, fix)
+        raise kind([found]) from error
 
 
 def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:

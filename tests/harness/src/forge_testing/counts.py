@@ -147,3 +147,18 @@ class HookCounts:
             yield
         self.collectives[key] += counts.collectives
         self.waits[key] += counts.reads
+
+
+def bytes_kept(model: torch.nn.Module, *args: Any, **kwargs: Any) -> int:
+    """Bytes of the tensors that autograd keeps of a forward, parameters not counted."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(*args, **kwargs)
+    return sum(t.untyped_storage().nbytes() for t in saved.values())

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bz2
 import contextlib
+import fcntl
 import gzip
 import lzma
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -85,3 +87,40 @@ def as_user() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0 if root else os.geteuid())
+
+
+def without_locks(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Let locks fail with this error, as on some file systems."""
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+
+
+class FileCell(NamedTuple):
+    """A file of a grid of damages: by itself, "given", or one of a "folder"."""
+
+    format: str
+    compression: str
+    damage: str
+    place: str
+
+
+#: Damages of the file, not of what it holds.
+FILES = ("wrong ending", "folder", "fifo", "dead link", "rights")
+
+
+def write_damaged(path: Path, content: bytes, damage: str) -> None:
+    """Write the content, or for a damage of FILES what is there in its place."""
+    if damage == "folder":
+        path.mkdir()
+    elif damage == "fifo":
+        os.mkfifo(path)
+    elif damage == "dead link":
+        path.symlink_to("nowhere")
+    else:
+        path.write_bytes(content)
+    if damage == "rights":
+        path.chmod(0)

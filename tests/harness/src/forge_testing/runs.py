@@ -190,3 +190,17 @@ def assert_same_rows(got: dict[str, list], wanted: dict[str, list]) -> None:
     for name in ("loss", "grad_norm"):
         assert got[name] == pytest.approx(wanted[name], rel=1e-5), name
     assert [v and pytest.approx(v, rel=1e-5) for v in wanted["val_loss"]] == got["val_loss"]
+
+
+def random_batches(
+    seed: int, steps: int, shape: tuple[int, int], vocab_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random tokens and labels; about a fifth of the labels, differently many a sequence, are ignored."""
+    generator, (batch, length) = torch.Generator().manual_seed(seed), shape
+    found = []
+    for _ in range(steps):
+        tokens = torch.randint(0, vocab_size, (batch, length + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
+        found.append((tokens[:, :-1], labels))
+    return found

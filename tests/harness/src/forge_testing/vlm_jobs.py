@@ -10,6 +10,22 @@ from typing import Any
 from forge_testing.squares import IMAGE, SIDE
 from forge_train import Callback
 
+#: The end of a job without evaluations.
+SETTINGS = """
+[optimizer]
+lr = 1e-2
+eps = 1e-4
+[schedule]
+name = "constant"
+[parallel]
+device = "cpu"
+precision = "fp32"
+[metrics]
+every_steps = 1
+console = "off"
+[sample]
+max_new_tokens = 0
+"""
 VLM_JOB = f"""
 [run]
 dir = "RUN"
@@ -37,25 +53,12 @@ name = "forge_testing.squares:Squares"
 [train]
 steps = 6
 global_batch = 12
-[optimizer]
-lr = 1e-2
-eps = 1e-4
-[schedule]
-name = "constant"
-[parallel]
-device = "cpu"
-precision = "fp32"
 [eval]
 every_steps = 3
 sequences = 12
 [checkpoint]
 every_steps = 0
-[metrics]
-every_steps = 1
-console = "off"
-[sample]
-max_new_tokens = 0
-"""
+{SETTINGS}"""
 #: In place of the encoder of the job: one of transformers.
 CLIP = {
     "model_type": "clip_vision_model",

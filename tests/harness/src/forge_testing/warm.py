@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,10 +113,26 @@ def _call(request: dict[str, Any]) -> tuple[int, str, str, int]:
     return os.waitstatus_to_exitcode(status), texts[0], texts[1], int(texts[2] or 0)
 
 
-def _child(request: dict[str, Any], names: list[Path]) -> None:
-    code = 70
-    opened = 0
+def end_of(work: Callable[[], object]) -> int:
+    """Call `work`, and return the code with which a process of it would end; its traceback is printed."""
     try:
+        work()
+        return 0
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+def _child(request: dict[str, Any], names: list[Path]) -> None:
+    opened = 0
+
+    def work() -> None:
         for number, name in zip((1, 2), names, strict=False):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
         os.chdir(request["folder"])
@@ -139,18 +155,10 @@ def _child(request: dict[str, Any], names: list[Path]) -> None:
         function = getattr(importlib.import_module(module), attr)
         sys.addaudithook(count)
         function(*request["args"])
-        code = 0
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        names[2].write_text(str(opened))
-        os._exit(code)
+
+    code = end_of(work)
+    names[2].write_text(str(opened))
+    os._exit(code)
 
 
 if __name__ == "__main__":

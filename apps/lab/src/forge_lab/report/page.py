@@ -25,7 +25,7 @@ from forge_lab.report.curves import Curves, expert_plot, floats, number
 from forge_lab.report.goodput import read_run_ledger, shares, strip
 from forge_resilience.goodput import CAUSES, Goodput, GoodputTable, goodput
 from forge_train import Run, RunDirectory, read_run
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, write_errors
 
 _MOST_EVENTS = 200
 _MOST_ELEMENTS = 20  # of a list in a table
@@ -63,11 +63,8 @@ def write_page(folders: Sequence[Path], output: Path | None = None) -> Path:
     names = _names(folders)
     text = render({name: _read(folder) for name, folder in zip(names, folders)})
     path = RunDirectory(folders[0]).page if output is None else output
-    try:
+    with write_errors("--output", path, "name a FILE.html in a folder of yours"):
         write_file(path, text.encode(errors="replace").decode())  # lone surrogates of JSON
-    except OSError as error:
-        rule, fix = f"cannot be written ({error.strerror})", "name a FILE.html in a folder of yours"
-        raise invalid("--output", "write", str(path), rule, fix, kind=ConfigError) from error
     return path
 
 

@@ -162,11 +162,11 @@ def _expand(key: str, item: str) -> list[str] | Problem:
         rule = f"must be FROM:TO:COUNT of 2 to {_MOST_RUNS} values, with log above 0"
         return Problem(key, "range", item, rule, "use 1e-4:1e-2:5log")
 
-    def between(part: float) -> str:
-        """Six digits, so that names of runs are short; a whole number has all."""
-        value = low * (high / low) ** part if match[4] else low + (high - low) * part
-        whole = math.isclose(value, round(value), rel_tol=1e-9, abs_tol=1e-9 * abs(high - low))
-        return str(round(value)) if whole else f"{value:.6g}"
+    def between(fraction: float) -> str:
+        """Six digits, so that names of runs are short; an integer has all."""
+        value = low * (high / low) ** fraction if match[4] else low + (high - low) * fraction
+        integer = math.isclose(value, round(value), rel_tol=1e-9, abs_tol=1e-9 * abs(high - low))
+        return str(round(value)) if integer else f"{value:.6g}"
 
     return [match[1], *(between(i / (count - 1)) for i in range(1, count - 1)), match[2]]
 
@@ -277,8 +277,6 @@ def _write_page(runs: Sequence[GridRun], folder: Path) -> None:
     from forge_lab.report.page import write_page
 
     try:
-        print(
-            f"the page of the runs: {write_page([run.dir for run in runs], folder / 'report.html')}"
-        )
+        print(f"report: {write_page([run.dir for run in runs], folder / 'report.html')}")
     except ConfigError as error:
-        note(f"no page of the runs: {error}")
+        note(f"no report: {error}")

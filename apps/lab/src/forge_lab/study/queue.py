@@ -26,7 +26,7 @@ from forge_lab._shared.problems import Problem, invalid, problems_of
 from forge_lab._shared.toml_files import read_toml
 from forge_resilience import ExitCode
 from forge_train import ResolvedJob, RunDirectory
-from forge_train.errors import ConfigError, DataError, JobError, refuse
+from forge_train.errors import ConfigError, DataError, JobError, refuse, write_errors
 
 T, Checked = TypeVar("T"), TypeVar("Checked")
 
@@ -118,14 +118,9 @@ def check_all(items: Iterable[T], check: Callable[[T], Checked]) -> list[Checked
     return found
 
 
-@contextlib.contextmanager
-def writing(path: Path, key: str) -> Iterator[None]:
+def writing(path: Path, key: str) -> contextlib.AbstractContextManager[None]:
     """Turn an OSError of the block into a JobError about `path` below the folder of `key`."""
-    try:
-        yield
-    except OSError as error:
-        rule = f"cannot be written ({error.strerror})"
-        raise invalid(key, "write", str(path), rule, "choose another", kind=JobError) from error
+    return write_errors(key, path, "choose another", JobError)
 
 
 @contextlib.contextmanager
@@ -261,7 +256,7 @@ class RunQueue:
         try:
             append_line(self.folder / "lives.jsonl", attempt)
         except OSError as error:
-            print(f"forge-train: lives.jsonl lacks this attempt of {run.name}: {error}", file=sys.stderr)  # fmt: skip
+            print(f"forge-train: the cost of {run.name} lacks this attempt: {error}", file=sys.stderr)  # fmt: skip
         if code == ExitCode.REQUEUE:
             self.stopped = True  # the run got its signal from elsewhere
         elif code or not run.is_done():

@@ -17,12 +17,7 @@ from forge_data.phase_schedule import PhaseSchedule
 from forge_data.phases import PhaseSegment
 from forge_moe import MoE, MoEConfig, SortedExperts
 from forge_train._shared.problems import invalid
-from forge_train.config.model import (
-    BuiltInModelConfig,
-    ModelSection,
-    VLMModelConfig,
-    model_builder,
-)
+from forge_train.config.model import BuiltInModelConfig, ModelSection, VLMModelConfig, model_builder
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
 from forge_vlm import VLM

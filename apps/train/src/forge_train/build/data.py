@@ -36,12 +36,7 @@ from forge_train.config.evaluation import VALIDATION
 from forge_train.config.init import ends_of_weights
 from forge_train.config.model import BuiltInModelConfig, VLMModelConfig
 from forge_train.config.schema import JobConfig
-from forge_train.errors import (
-    DataError,
-    config_errors,
-    data_errors,
-    refuse,
-)
+from forge_train.errors import DataError, config_errors, data_errors, refuse
 from forge_vlm.data import check_labels
 
 _SOURCES = "data.sources"

@@ -18,12 +18,7 @@ from forge_data import Batch, InvalidData, Stream, batch_of
 from forge_data.choices import accuracies, batch_of_choices, read_questions
 from forge_data.token_bytes import byte_lengths, label_bytes
 from forge_parallel import reshard
-from forge_parallel.compute import (
-    Compute,
-    evaluate,
-    evaluate_sequences,
-    reader_batches,
-)
+from forge_parallel.compute import Compute, evaluate, evaluate_sequences, reader_batches
 from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
 from forge_train.build.data import run_tokenizer

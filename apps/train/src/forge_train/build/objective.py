@@ -80,9 +80,8 @@ def make_compute(
     objective: Objective | None,
 ) -> Compute:
     """The `Compute` of a job. ValueError for a custom loss or objective on sharded logits."""
-    from forge_parallel.compute import (
-        Compute,
-    )  # imports torch.distributed.tensor, for half a second
+    # imports torch.distributed.tensor, for half a second
+    from forge_parallel.compute import Compute
 
     train, breakdown = config.train, loss_breakdown(config)
     mtp = getattr(config.model, "mtp", None)  # an imported model has none

@@ -19,7 +19,7 @@ from forge_train._shared.toml_files import flatten, read_toml
 from forge_train.config.init import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers, read_layers
-from forge_train.errors import ConfigError, JobError, refuse
+from forge_train.errors import ConfigError, JobError, refuse, write_errors
 
 if TYPE_CHECKING:  # imports torch, which readers of a run do not need
     from forge_train.build.resolve import ResolvedJob
@@ -129,16 +129,12 @@ class RunDirectory:
 
     def create(self, rank: int = 0) -> None:
         """Make the folder and prove that this rank can write it; ConfigError otherwise."""
-        try:
+        fix = "choose a folder that you own, such as --run.dir runs/mine"
+        with write_errors("run.dir", self.path, fix):
             self.path.mkdir(parents=True, exist_ok=True)
             probe = self.path / f".writable-{rank}-{os.getpid()}"
             probe.touch()
             probe.unlink(missing_ok=True)
-        except OSError as error:
-            rule = f"cannot be written ({error.strerror})"
-            fix = "choose a folder that you own, such as --run.dir runs/mine"
-            shown = str(self.path)
-            raise invalid("run.dir", "write", shown, rule, fix, kind=ConfigError) from error
 
     def layers(self) -> Layers:
         """The values of config.toml; ConfigError if it cannot be read, or is empty."""
@@ -181,11 +177,8 @@ class RunDirectory:
         try:
             before = dict(flatten(read_toml(self.imported)))
         except ValueError as error:
-            shown, rule, fix = (
-                str(self.imported),
-                f"cannot be read: {error}",
-                "import the weights again",
-            )
+            shown, fix = str(self.imported), "import the weights again"
+            rule = f"cannot be read: {error}"
             raise invalid("", "imported", shown, rule, fix, kind=ConfigError) from error
         now = dict(flatten(tomllib.loads(job.to_toml())))
         return {k: [v, now[k]] for k, v in before.items() if now.get(k, "none") not in ("none", v)}
@@ -222,15 +215,12 @@ class RunDirectory:
 
         `hosts` are the machines of all ranks. Raises JobError when that cannot be written.
         """
-        try:
+        fix = "make room there or choose another folder"
+        with write_errors("run.dir", self.path, fix, JobError, room="has no room"):
             write_file(self.config, job.to_toml())
             record_environment(self.path, _DISTRIBUTIONS, hosts)
             if parent is not None:
                 write_file(self.parent, json.dumps(parent, indent=2) + "\n")
-        except OSError as error:
-            rule = f"has no room ({error.strerror})"
-            fix = "make room there or choose another folder"
-            raise invalid("run.dir", "room", str(self.path), rule, fix, kind=JobError) from error
 
     def num_ranks(self) -> int | None:
         """Ranks when the run was last started; None for a new run, or if that is not recorded."""

@@ -173,9 +173,8 @@ class CheckpointConfig(Checked):
 
     def keep(self) -> Keep:
         """The rule by which old checkpoints are removed; ValueError for milestones that cannot be imported."""
-        from forge_ckpt import (
-            Keep,  # imports torch's checkpoints, which a refusal need not wait for
-        )
+        # imports torch's checkpoints, which a refusal need not wait for
+        from forge_ckpt import Keep
 
         return Keep(self.keep_last, self.keep_every, self.best, milestones=self.milestones)
 

@@ -18,7 +18,7 @@ from forge_train.build.hf_models import HFModel, read_model
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.init import NAME
 from forge_train.config.model import VLMModelConfig
-from forge_train.errors import ConfigError, JobError, config_errors
+from forge_train.errors import ConfigError, JobError, config_errors, write_errors
 from forge_train.run.checkpoints import IMPORTED, store_errors
 from forge_vlm.families import inputs_of
 
@@ -59,11 +59,8 @@ def import_folder(
     family = model.family.name
     with store_errors(paths.checkpoints, JobError):
         store_hf(paths.checkpoints, 0, source, about={IMPORTED: {"model_type": family}})
-    try:
+    with write_errors("run.dir", run_dir, "make room", JobError):
         model.write(paths.path, kept)
-    except OSError as error:
-        rule = f"cannot be written ({error.strerror})"
-        raise invalid("run.dir", "write", str(run_dir), rule, "make room", kind=JobError) from error
     print(f"imported {len(source.meta)} tensors of {family} into {paths.checkpoints} as step 0")
     lines = [*notes_of(model, source.ignored), *_tokens_beyond(hf_dir, model.section.vocab_size)]
     run = f"train: forge-train run JOB.toml --run.dir {run_dir}"

@@ -48,6 +48,7 @@ from forge_train.errors import (
     problems_at,
     refuse,
     run_on_all_ranks,
+    write_errors,
 )
 from forge_train.run.checkpoints import Check
 from forge_train.run.run import Run
@@ -114,17 +115,14 @@ class Fork:
         """Write the files that came with weights from Hugging Face, so that an export gives them back: those of the
         folder, or those that the parent has of it. JobError where the disk refuses."""
         inherited = None if self.source.run is None else self.source.run / FILES
-        try:
+        rule = f"cannot hold the files of {self.source.path}"
+        with write_errors("run.dir", run_dir, "make room there", JobError, rule):
             if self.hf is not None:
                 self.hf.write(run_dir, self.hf.files())
             elif inherited is not None and inherited.is_dir() and not self.init.patterns:
                 shutil.copytree(inherited, run_dir / FILES, dirs_exist_ok=True)
             if self.model_toml is not None:  # later lives get their [model] here
                 shutil.copyfile(self.model_toml, run_dir / NAME)
-        except OSError as error:
-            rule = f"cannot hold the files of {self.source.path} ({error.strerror})"
-            fix, where = "make room there", str(run_dir)
-            raise invalid("run.dir", "room", where, rule, fix, kind=JobError) from error
 
     def parent(self) -> dict[str, Any]:
         """Where the state is from, and what was taken, as plain data for parent.json."""

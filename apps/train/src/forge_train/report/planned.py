@@ -7,13 +7,7 @@ from typing import NamedTuple
 
 from forge_core.optim import describe_parameters, draw_rates, multipliers_at
 from forge_train._shared.problems import invalid
-from forge_train.build.build import (
-    Course,
-    build_trained,
-    freeze_groups,
-    run_schedule,
-    total_steps,
-)
+from forge_train.build.build import Course, build_trained, freeze_groups, run_schedule, total_steps
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
 

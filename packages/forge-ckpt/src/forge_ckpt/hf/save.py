@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,18 +52,9 @@ def save_hf(
             meta, read = {**meta, **extra.meta}, _either(extra, read)
             maps = (*maps, *((name, name, ()) for name in extra.meta))
 
-        write_folder(
-            user_path(path),
-            maps,
-            meta,
-            read,
-            dtype=dtype,
-            keep=keep,
-            ignore=ignore,
-            max_shard_bytes=max_shard_bytes,
-            files=files,
-            stem=stem,
-        )
+        which: dict[str, Any] = {"dtype": dtype, "keep": keep, "ignore": ignore, "stem": stem}
+        where = user_path(path)
+        write_folder(where, maps, meta, read, **which, max_shard_bytes=max_shard_bytes, files=files)
 
 
 def _either(extra: HFTensors, read: Read) -> Read:

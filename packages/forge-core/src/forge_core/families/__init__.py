@@ -7,16 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core._shared.problems import invalid
-from forge_core.families.dense import (
-    GRANITE,
-    LLAMA,
-    MISTRAL,
-    OLMO2,
-    PHI3,
-    QWEN2,
-    QWEN3,
-    SMOLLM3,
-)
+from forge_core.families.dense import GRANITE, LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from forge_core.families.family import Family
 from forge_core.families.folders import PretrainedFolder, save_folder
 from forge_core.families.gemma import GEMMA3

@@ -11,14 +11,8 @@ from torch import Tensor, nn
 
 from forge_core._shared.names import matches
 from forge_core._shared.problems import invalid
-from forge_core.interp.points import (
-    HookPoint,
-    Whole,
-    batch_first,
-    batch_size,
-    select_hooks,
-    visited,
-)
+from forge_core.interp import points
+from forge_core.interp.points import HookPoint, Whole
 
 #: From a value and the name of its hook point to the new value: same shape, dtype and device.
 Change = Callable[[Tensor, str], Tensor]
@@ -38,7 +32,7 @@ def intervene(
     A change of `attn_scores` or `attn_weights` computes attention from its definition, with all (B, H, S, S) weights.
 
     The values are those of this process: shards where ranks share sequences or heads. With `whole`
-    (`forge_parallel.points.WholePoints`) a change gets full values on each of these ranks, must return the same on all of
+    (`forge_parallel.points.UnshardedPoints`) a change gets full values on each of these ranks, must return the same on all of
     them, and has no gradient; each rank continues with its shard. Ranks of a pipeline call the changes of their own
     blocks. A recomputed forward (activation checkpointing) calls a change again. Cost: that of the changes, and with
     `whole` one gather of the value for each axis that shards it.
@@ -46,11 +40,11 @@ def intervene(
     Raises ValueError for a pattern without a hook point, a value of other shape, dtype or device, a hook point in
     compiled code, with `whole` in a call with gradients, and at the end for a hook point that no call has reached.
     """
-    _, hooks = select_hooks(model, changes, whole)
+    _, hooks = points.select_hooks(model, changes, whole)
     change = _Changes(changes, hooks, whole)
     begin = model.register_forward_pre_hook(change.on_forward_begin, with_kwargs=True, prepend=True)
     try:
-        with visited(hooks, change):
+        with points.visited(hooks, change):
             yield
     finally:
         begin.remove()
@@ -75,7 +69,7 @@ class _Changes:
         self._batch = 0
 
     def on_forward_begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._batch = batch_size(module, args, kwargs)
+        self._batch = points.batch_size(module, args, kwargs)
 
     def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         pass
@@ -88,7 +82,7 @@ class _Changes:
             rule = "is spread over ranks, and its change has no gradient"
             raise invalid(name, "gradient", ..., rule, "call the model under torch.no_grad()")
 
-        hook, value_of_batch = self._hooks[name], batch_first(value, self._batch)
+        hook, value_of_batch = self._hooks[name], points.batch_first(value, self._batch)
         full = self._whole.join(hook, value_of_batch)
         changed = self._changed(name, full)
         if changed is full:

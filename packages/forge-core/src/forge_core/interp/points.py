@@ -65,7 +65,7 @@ class HookPoint(NamedTuple):
 class Whole(Protocol):
     """Gathers the full values of hook points that are sharded; all ranks that share a value call every method alike.
 
-    `forge_parallel.points.WholePoints` implements it.
+    `forge_parallel.points.UnshardedPoints` implements it.
     """
 
     def names(self, here: list[str]) -> list[str]:

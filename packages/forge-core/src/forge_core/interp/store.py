@@ -39,7 +39,7 @@ class ActivationStore:
     The model computes the same as without; scores and weights of attention are computed next to it.
 
     The values are those of this process: shards where ranks share sequences or heads. With `whole`
-    (`forge_parallel.points.WholePoints`) each of these ranks keeps full values, which costs one gather of a value for each
+    (`forge_parallel.points.UnshardedPoints`) each of these ranks keeps full values, which costs one gather of a value for each
     axis that shards it; at the end of `watch` the stages of a pipeline exchange the values of their blocks. All of these
     ranks then watch the same hook points, each with its own folder.
     """

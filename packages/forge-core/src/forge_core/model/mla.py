@@ -19,13 +19,7 @@ from forge_core._shared.fields import field
 from forge_core._shared.module_arguments import config_arguments
 from forge_core._shared.problems import Problem, raise_problems
 from forge_core.flops import linear_flops
-from forge_core.model.attention import (
-    CONFIG,
-    Attend,
-    LocalAttention,
-    RotaryMixer,
-    tokens_seen,
-)
+from forge_core.model.attention import CONFIG, Attend, LocalAttention, RotaryMixer, tokens_seen
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows, reset_children
 from forge_core.model.kv_cache import LayerCache

@@ -17,17 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_core._config import (
-    choice_problems,
-    foreign_keys,
-    is_finite,
-    is_size,
-    name_problems,
-    number_problems,
-    options_field,
-    size_problems,
-    switch_problems,
-)
+from forge_core import _config
+from forge_core._config import options_field
 from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 from forge_core._torch_compat import takes_kernel
@@ -76,23 +67,23 @@ class RopeScaling:
 
 
 def _scaling_problems(c: RopeScaling) -> Iterator[Problem]:
-    if not (is_finite(c.factor) and c.factor >= 1.0):
+    if not (_config.is_finite(c.factor) and c.factor >= 1.0):
         rule, fix = "must be a finite number, at least 1", "use 1 for no scaling, 8 for Llama 3.1"
         yield Problem("factor", "range", c.factor, rule, fix)
     low, high = c.low_freq_factor, c.high_freq_factor
-    if not (is_finite(low) and is_finite(high) and 0.0 < low < high):
+    if not (_config.is_finite(low) and _config.is_finite(high) and 0.0 < low < high):
         rule = f"must be positive and below high_freq_factor {high}"
         yield Problem("low_freq_factor", "range", low, rule, "use 1 and 4")
-    yield from size_problems(c, {"original_max_position": 2**31})
-    yield from name_problems(c, "name", ROPE_SCALINGS)
+    yield from _config.size_problems(c, {"original_max_position": 2**31})
+    yield from _config.name_problems(c, "name", ROPE_SCALINGS)
 
     fast, slow = c.beta_fast, c.beta_slow
-    if not (is_finite(fast) and is_finite(slow) and 0.0 < slow <= fast):
+    if not (_config.is_finite(fast) and _config.is_finite(slow) and 0.0 < slow <= fast):
         rule = f"must be positive and at most beta_fast {fast}"
         yield Problem("beta_slow", "range", slow, rule, "use 1 and 32")
     factors = ("mscale", "mscale_all_dim", "attention_factor")
-    yield from number_problems(c, 0, dict.fromkeys(factors, "use 1, or leave it out"))
-    yield from switch_problems(c, "truncate")
+    yield from _config.number_problems(c, 0, dict.fromkeys(factors, "use 1, or leave it out"))
+    yield from _config.switch_problems(c, "truncate")
     if c.mscale is not None and c.mscale_all_dim is None:
         fix = "give that, or attention_factor"
         yield Problem("mscale", "requires", c.mscale, "must go with mscale_all_dim", fix)
@@ -105,7 +96,7 @@ def _scaling_problems(c: RopeScaling) -> Iterator[Problem]:
         "original_max_position": ("llama3", "yarn"),
         **dict.fromkeys(("beta_fast", "beta_slow", "truncate", *factors), ("yarn",)),
     }
-    yield from foreign_keys(c, readers, ROPE_NAMES)
+    yield from _config.foreign_keys(c, readers, ROPE_NAMES)
 
 
 @dataclass(frozen=True)
@@ -157,11 +148,11 @@ class MRopeConfig:
 
 
 def _axes_problems(c: MRopeConfig) -> Iterator[Problem]:
-    sizes = len(c.sections) == 3 and all(is_size(pairs, 2**15) for pairs in c.sections)
+    sizes = len(c.sections) == 3 and all(_config.is_size(pairs, 2**15) for pairs in c.sections)
     if not sizes:
         rule = "must be three whole numbers, at least 1"
         yield Problem("sections", "range", list(c.sections), rule, "use [24, 20, 20]")
-    layout = list(choice_problems(c, "layout", ("chunked", "interleaved")))
+    layout = list(_config.choice_problems(c, "layout", ("chunked", "interleaved")))
     yield from layout
     if not layout and sizes and [c.axes.count(axis) for axis in range(3)] != list(c.sections):
         rule = "must give row and column at most a third of the pairs where they are interleaved"

@@ -12,21 +12,11 @@ import torch
 from torch import nn
 
 from forge_core._shared.names import without_layer_number
-from forge_core._shared.problems import (
-    Problem,
-    invalid,
-    problems_of,
-    raise_problems,
-)
+from forge_core._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_core.kinds import parameter_kinds, stacked_vectors
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.base import NamedOptimizer, set_rounding_seed
-from forge_core.optim.config import (
-    OptimizerConfig,
-    ScheduleConfig,
-    class_settings,
-    torch_settings,
-)
+from forge_core.optim.config import OptimizerConfig, ScheduleConfig, class_settings, torch_settings
 from forge_core.optim.ema import EMA, unnamed
 from forge_core.optim.groups import (
     hidden_matrices,

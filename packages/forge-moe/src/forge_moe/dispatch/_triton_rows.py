@@ -8,8 +8,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-not-found, unused-ignore]
-import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 _LARGEST_BLOCK = 1024

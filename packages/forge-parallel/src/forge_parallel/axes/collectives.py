@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forge_parallel._shared.problems import invalid, raise_problems
-from forge_parallel._torch_compat import (
-    all_gather,
-    all_reduce,
-    function_output,
-    reduce_scatter,
-)
+from forge_parallel._torch_compat import all_gather, all_reduce, function_output, reduce_scatter
 from forge_parallel.rules import uneven_sequence
 
 

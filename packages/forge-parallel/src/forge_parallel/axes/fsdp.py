@@ -20,19 +20,8 @@ from forge_parallel._torch_compat import (
     refresh_grad_dtypes,
 )
 from forge_parallel.axes.precision import drop_casts, own_dtype
-from forge_parallel.rules import (
-    ShardedDim,
-    offsets_are_right,
-    uneven_vocab,
-    width_of,
-)
-from forge_parallel.structure import (
-    Structure,
-    further_units,
-    mark,
-    stages_of,
-    structure_of,
-)
+from forge_parallel.rules import ShardedDim, offsets_are_right, uneven_vocab, width_of
+from forge_parallel.structure import Structure, further_units, mark, stages_of, structure_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

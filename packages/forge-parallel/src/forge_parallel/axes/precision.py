@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_parallel._torch_compat import at_end_of_backward, map_tensors, tensors_of
+from forge_parallel._torch_compat import at_end_of_backward, foreach_to, map_tensors, tensors_of
 
+#: Elements that are cast at once. More take several launches, and more memory until all gradients of a batch are there.
+BATCH = 2**24
 _CASTS = "_forge_casts"
 
 
@@ -69,14 +73,9 @@ class _Casts:
         if not self.places:
             self.places = self._find_places()
         # a tied parameter has one cast, where its gradients are summed
-        made: dict[Any, Tensor] = {}
-        for parameters, name in self.places:
-            parameter = parameters[name]
-            if parameter not in made:
-                made[parameter] = self._cast(parameter)
+        parameters = dict.fromkeys(parameters[name] for parameters, name in self.places)
+        made = self._cast(parameters)
         casts = [made[parameters[name]] for parameters, name in self.places]
-        if torch.is_grad_enabled():
-            self.kept.clear()
         self._put(casts)
         return map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
 
@@ -120,14 +119,42 @@ class _Casts:
             parameters[name] = master
         self.masters = []
 
-    def _cast(self, parameter: nn.Parameter) -> Tensor:
+    def _cast(self, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """The cast of each parameter: with gradients a new one, else the kept one of its version."""
         if torch.is_grad_enabled():
-            return parameter.to(self.dtype)
-        version, cast = self.kept.get(parameter, (-1, parameter))
-        if version != parameter._version:
-            cast = parameter.to(self.dtype)
-            self.kept[parameter] = (parameter._version, cast)
-        return cast
+            self.kept.clear()
+        found = {p: cast for p, (version, cast) in self.kept.items() if version == p._version}
+        for batch in _batches([p for p in parameters if p not in found]):
+            found.update(zip(batch, _Cast.apply(self.dtype, *batch)))
+        if not torch.is_grad_enabled():
+            self.kept = {p: (p._version, cast) for p, cast in found.items()}
+        return found
 
     def _cast_input(self, x: Tensor) -> Tensor:
         return x.to(self.dtype) if x.is_floating_point() else x
+
+
+class _Cast(torch.autograd.Function):
+    """Casts tensors of one dtype to another, and their gradients back, each way at once."""
+
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = tensors[0].dtype
+        return tuple(foreach_to(tensors, dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [grad for grad in grads if grad is not None]
+        casts = iter(_Cast.apply(ctx.dtype, *given))
+        return None, *(None if grad is None else next(casts) for grad in grads)
+
+
+def _batches(parameters: list[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Parameters that are cast at once: neighbors of `BATCH` elements or so, trained or frozen; a larger one by itself."""
+    batches: dict[Any, list[nn.Parameter]] = {}
+    for parameter, end in zip(parameters, accumulate(p.numel() for p in parameters)):
+        large = parameter.numel() >= BATCH
+        key = parameter if large else (parameter.requires_grad, end // BATCH)
+        batches.setdefault(key, []).append(parameter)
+    return batches.values()

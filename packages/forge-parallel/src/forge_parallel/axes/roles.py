@@ -348,11 +348,7 @@ def roles_of_plan(model: nn.Module, plan: Mapping[str, Any] | None = None) -> di
 
 def _name_of_style(pattern: str, style: Any) -> str:
     """The name of one of torch's styles; ValueError for another, and for layouts, which follow from the config."""
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     names: dict[type[Any], str] = {
         ColwiseParallel: "colwise",

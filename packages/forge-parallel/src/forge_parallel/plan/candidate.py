@@ -11,12 +11,7 @@ import torch
 
 from forge_parallel._shared.problems import raise_problems
 from forge_parallel.compute import MicroBatches, divide_batch
-from forge_parallel.config import (
-    Layout,
-    ParallelConfig,
-    splits_backward,
-    stages_on,
-)
+from forge_parallel.config import Layout, ParallelConfig, splits_backward, stages_on
 from forge_parallel.plan.profile import ParamGroup, Profile
 from forge_parallel.plan.topology import Hardware, Topology
 from forge_parallel.plan.trace import Trace, trace

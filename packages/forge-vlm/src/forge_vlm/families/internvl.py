@@ -10,17 +10,7 @@ from forge_core.families import Family
 from forge_vlm._shared.problems import Problem, raise_problems
 from forge_vlm.adapters import AdapterConfig, PixelShuffleMLPConfig
 from forge_vlm.config import VLMConfig
-from forge_vlm.families.keys import (
-    Row,
-    beyond_decoder,
-    check_keys,
-    check_values,
-    encoder_rows,
-    family_of,
-    text_config,
-    text_rows,
-    vision_from_hf,
-)
+from forge_vlm.families import keys
 from forge_vlm.modalities import ModalityConfig
 from forge_vlm.vision import VisionConfig
 
@@ -32,7 +22,7 @@ _TEXT = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
-    check_keys(hf, "internvl", _READS)
+    keys.check_keys(hf, "internvl", _READS)
     ratio, layer = hf.get("downsample_ratio", 0.5), hf.get("vision_feature_layer", -1)
 
     problems = [
@@ -54,12 +44,12 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     raise_problems("internvl", problems)
     text = dict(hf["text_config"])
     text["tie_word_embeddings"] = hf.get("tie_word_embeddings", True)  # the decoder's is not read
-    _, decoder = text_config({"text_config": text}, "internvl")
+    _, decoder = keys.text_config({"text_config": text}, "internvl")
     vision = {**hf["vision_config"], "model_type": "internvl_vision"}
 
     return VLMConfig(
         **vars(decoder),
-        vision=vision_from_hf(
+        vision=keys.vision_from_hf(
             {"vision_config": vision},
             select_layer=() if layer == -1 else (layer,),
             select_feature="patch",
@@ -84,14 +74,14 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         ("adapter.name", config.adapter.name, "pixel_shuffle_mlp"),
         ("positions", config.positions, "sequential"),
         ("modalities", sorted(config.modalities), ["image"]),
-        *beyond_decoder(config),
+        *keys.beyond_decoder(config),
     )
 
-    check_values("internvl", given)
+    keys.check_values("internvl", given)
     return {
         "model_type": "internvl",
         "architectures": ["InternVLForConditionalGeneration"],
-        "text_config": family_of(config, _TEXT).config_to_hf(config),
+        "text_config": keys.family_of(config, _TEXT).config_to_hf(config),
         "vision_config": dict(vision.transformers),
         "image_token_id": config.modalities["image"].first_id,
         "downsample_ratio": 1 / factor,
@@ -112,7 +102,7 @@ def _one_layer(vision: VisionConfig) -> tuple[int, ...]:
     return () if first == (-1,) else first
 
 
-def _rows(config: TransformerConfig) -> tuple[Row, ...]:
+def _rows(config: TransformerConfig) -> tuple[keys.Row, ...]:
     assert isinstance(config, VLMConfig)
     names = {"layer_norm": "norm", "linear_1": "linear_1", "linear_2": "linear_2"}
     projector = tuple(
@@ -120,10 +110,10 @@ def _rows(config: TransformerConfig) -> tuple[Row, ...]:
         for theirs, ours in names.items()
         for kind in ("weight", "bias")
     )
-    text = family_of(config, _TEXT)
+    text = keys.family_of(config, _TEXT)
     return (
-        *text_rows(text, config, "language_model.model.", "language_model.lm_head."),
-        *encoder_rows(config, "vision_tower."),
+        *keys.text_rows(text, config, "language_model.model.", "language_model.lm_head."),
+        *keys.encoder_rows(config, "vision_tower."),
         *projector,
     )
 

@@ -10,17 +10,7 @@ from forge_core.families import Family
 from forge_vlm._shared.problems import Problem, invalid
 from forge_vlm.adapters import AdapterConfig, MLPConfig
 from forge_vlm.config import VLMConfig
-from forge_vlm.families.keys import (
-    Row,
-    beyond_decoder,
-    check_keys,
-    check_values,
-    encoder_rows,
-    family_of,
-    text_config,
-    text_rows,
-    vision_from_hf,
-)
+from forge_vlm.families import keys
 from forge_vlm.modalities import ModalityConfig
 from forge_vlm.vision import VisionConfig
 from forge_vlm.vision.transformers import front_tokens
@@ -35,12 +25,12 @@ _FEATURES = {"default": "patch", "full": "cls_patch"}
 
 
 def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
-    check_keys(hf, "llava", _READS)
+    keys.check_keys(hf, "llava", _READS)
     decoder = dict(hf["text_config"])
     if hf.get("tie_word_embeddings"):  # either key ties
         decoder["tie_word_embeddings"] = True
 
-    _, text = text_config({"text_config": decoder}, "llava")
+    _, text = keys.text_config({"text_config": decoder}, "llava")
     layers = hf.get("vision_feature_layer", -2)
     strategy = hf.get("vision_feature_select_strategy", "default")
     if strategy not in _FEATURES:
@@ -54,7 +44,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
         fix = "use another model"
         raise invalid("projector_hidden_act", "unsupported", act, rule, fix, where="llava")
 
-    vision = vision_from_hf(
+    vision = keys.vision_from_hf(
         hf,
         select_layer=(layers,) if isinstance(layers, int) else tuple(layers),
         select_feature=_FEATURES[strategy],
@@ -84,17 +74,17 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         ("adapter.mlp.hidden_dim", config.adapter.mlp.hidden_dim, None),
         ("positions", config.positions, "sequential"),
         ("modalities", sorted(config.modalities), ["image"]),
-        *beyond_decoder(config),
+        *keys.beyond_decoder(config),
     )
     rule, fix = "must name a hidden state in this family", "choose another family"
     layer = Problem("vision.select_layer", "missing", (), rule, fix)
-    check_values("llava", given, () if config.vision.select_layer else [layer])
+    keys.check_values("llava", given, () if config.vision.select_layer else [layer])
     layers, strategy = config.vision.select_layer, _strategy(config.vision)
 
     return {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],
-        "text_config": family_of(config, _TEXT).config_to_hf(config),
+        "text_config": keys.family_of(config, _TEXT).config_to_hf(config),
         "vision_config": dict(config.vision.transformers),
         "image_token_index": config.modalities["image"].first_id,
         "projector_hidden_act": "gelu",
@@ -118,17 +108,17 @@ def _strategy(vision: VisionConfig) -> str:
     return "default" if front else "full"
 
 
-def _rows(config: TransformerConfig) -> tuple[Row, ...]:
+def _rows(config: TransformerConfig) -> tuple[keys.Row, ...]:
     assert isinstance(config, VLMConfig)
-    text = family_of(config, _TEXT)
+    text = keys.family_of(config, _TEXT)
     projector = tuple(
         (f"multi_modal_projector.{layer}.{kind}", f"adapter.{layer}.{kind}", ())
         for layer in ("linear_1", "linear_2")
         for kind in (("weight", "bias") if config.adapter.mlp.bias else ("weight",))
     )
     return (
-        *text_rows(text, config, "language_model.model.", "language_model.lm_head."),
-        *encoder_rows(config, "vision_tower."),
+        *keys.text_rows(text, config, "language_model.model.", "language_model.lm_head."),
+        *keys.encoder_rows(config, "vision_tower."),
         *projector,
     )
 

@@ -15,16 +15,7 @@ from forge_core.model import MRopeConfig
 from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import AdapterConfig
 from forge_vlm.config import VLMConfig
-from forge_vlm.families.keys import (
-    Row,
-    beyond_decoder,
-    check_keys,
-    check_values,
-    encoder_rows,
-    text_config,
-    text_rows,
-    vision_from_hf,
-)
+from forge_vlm.families import keys
 from forge_vlm.modalities import ModalityConfig
 
 _NAME, _VISION = "qwen3_vl", "qwen3_vl_vision"
@@ -39,18 +30,18 @@ _TEXT_DEFAULTS = {"num_key_value_heads": 32, "rope_theta": 500000.0}
 
 
 def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
-    check_keys(hf, _NAME, _READS)
+    keys.check_keys(hf, _NAME, _READS)
     text = {**_TEXT_DEFAULTS, **hf["text_config"], "model_type": "qwen3"}
     # said outside the decoder's table
     text["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings", False))
-    _, decoder = text_config({"text_config": text | _plain_rope(text)}, _NAME)
+    _, decoder = keys.text_config({"text_config": text | _plain_rope(text)}, _NAME)
     given = hf["vision_config"].get("model_type", _VISION)
     # files of the first release name the encoder as the model
     vision = {**hf["vision_config"], "model_type": _VISION if given == _NAME else given}
     ids = {modality: hf.get(f"{modality}_token_id", id) for modality, id in _IDS.items()}
     return VLMConfig(
         **vars(decoder),
-        vision=vision_from_hf({"vision_config": vision}),
+        vision=keys.vision_from_hf({"vision_config": vision}),
         adapter=AdapterConfig("none"),
         modalities={modality: ModalityConfig(first_id=id) for modality, id in ids.items()},
         mrope=_mrope(text),
@@ -98,10 +89,10 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         ("modalities", sorted(config.modalities), sorted(_IDS)),
         ("layer_pattern", config.layer_pattern, ()),
         ("attention.window", config.attention.window, None),
-        *beyond_decoder(config),
+        *keys.beyond_decoder(config),
     )
 
-    check_values(_NAME, given)
+    keys.check_values(_NAME, given)
     assert mrope is not None
     return {
         "model_type": _NAME,
@@ -123,11 +114,11 @@ def _text_to_hf(config: VLMConfig, mrope: MRopeConfig) -> dict[str, Any]:
     return {**text, "model_type": "qwen3_vl_text"}
 
 
-def _rows(config: TransformerConfig) -> tuple[Row, ...]:
+def _rows(config: TransformerConfig) -> tuple[keys.Row, ...]:
     assert isinstance(config, VLMConfig)
     return (
-        *text_rows(QWEN3, config, "model.language_model.", "lm_head."),
-        *encoder_rows(config, "model.visual."),
+        *keys.text_rows(QWEN3, config, "model.language_model.", "lm_head."),
+        *keys.encoder_rows(config, "model.visual."),
     )
 
 

@@ -13,17 +13,7 @@ from forge_core import TransformerConfig
 from forge_core.families import Family
 from forge_vlm.adapters import AdapterConfig, PixelShuffleConfig
 from forge_vlm.config import VLMConfig
-from forge_vlm.families.keys import (
-    Row,
-    beyond_decoder,
-    check_keys,
-    check_values,
-    encoder_rows,
-    family_of,
-    text_config,
-    text_rows,
-    vision_from_hf,
-)
+from forge_vlm.families import keys
 from forge_vlm.modalities import ModalityConfig
 
 _READS = (
@@ -52,15 +42,15 @@ _ARCHITECTURES = {
 
 def _from_hf(name: str, hf: Mapping[str, Any]) -> VLMConfig:
     known = {key: value for key, value in hf.items() if key != "transformers.js_config"}
-    check_keys(known, name, _READS)
+    keys.check_keys(known, name, _READS)
     # the encoder's class follows from the model's, and whether the head is tied is said outside the decoder's table
     vision = {k: v for k, v in hf["vision_config"].items() if k not in _UNREAD_VISION}
     text = {k: v for k, v in hf["text_config"].items() if k not in _UNREAD_TEXT}
     text["tie_word_embeddings"] = bool(hf.get("tie_word_embeddings", False))
-    _, decoder = text_config({"text_config": text}, name)
+    _, decoder = keys.text_config({"text_config": text}, name)
     return VLMConfig(
         **vars(decoder),
-        vision=vision_from_hf({"vision_config": {**vision, "model_type": f"{name}_vision"}}),
+        vision=keys.vision_from_hf({"vision_config": {**vision, "model_type": f"{name}_vision"}}),
         adapter=AdapterConfig(
             "pixel_shuffle", pixel_shuffle=PixelShuffleConfig(factor=hf.get("scale_factor", 2))
         ),
@@ -81,14 +71,14 @@ def _to_hf(name: str, config: TransformerConfig) -> dict[str, Any]:
         ("adapter.pixel_shuffle.bias", config.adapter.pixel_shuffle.bias, False),
         ("positions", config.positions, "sequential"),
         ("modalities", sorted(config.modalities), ["image"]),
-        *beyond_decoder(config),
+        *keys.beyond_decoder(config),
     )
 
-    check_values(name, given)
+    keys.check_values(name, given)
     return {
         "model_type": name,
         "architectures": [_ARCHITECTURES[name]],
-        "text_config": family_of(config, _TEXT).config_to_hf(config),
+        "text_config": keys.family_of(config, _TEXT).config_to_hf(config),
         "vision_config": dict(vision.transformers),
         "image_token_id": config.modalities["image"].first_id,
         "scale_factor": config.adapter.pixel_shuffle.factor,
@@ -96,11 +86,11 @@ def _to_hf(name: str, config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def _rows(config: TransformerConfig) -> tuple[Row, ...]:
+def _rows(config: TransformerConfig) -> tuple[keys.Row, ...]:
     assert isinstance(config, VLMConfig)
     return (
-        *text_rows(family_of(config, _TEXT), config, "model.text_model.", "lm_head."),
-        *encoder_rows(config, "model.vision_model."),
+        *keys.text_rows(keys.family_of(config, _TEXT), config, "model.text_model.", "lm_head."),
+        *keys.encoder_rows(config, "model.vision_model."),
         ("model.connector.modality_projection.proj.weight", "adapter.proj.weight", ()),
     )
 
