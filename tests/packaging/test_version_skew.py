@@ -144,6 +144,8 @@ class Wheels:
                 chosen = self.resolve(pins)
                 assert chosen is not None
             assert pins.items() <= chosen.items()
+            if pins.keys() == {old}:
+                continue
             work = folder / f"{old}-{version}"
             work.mkdir()
             self.run(chosen, write_job(work))
