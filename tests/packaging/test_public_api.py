@@ -87,7 +87,7 @@ def _imports(path: Path) -> Iterator[tuple[str, str | None]]:
 
 def _is_public(module: str, name: str | None) -> bool:
     names = public_names(module)
-    if name is None or (names is not None and name in names):
+    if name in (None, "*") or (names is not None and name in names):
         return names is not None
     return public_names(f"{module}.{name}") is not None if tree(f"{module}.{name}") else False
 

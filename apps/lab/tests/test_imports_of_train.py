@@ -14,9 +14,9 @@ import forge_lab
 pytestmark = pytest.mark.lane("test")
 
 #: The package itself, and modules with a list of names that a user of the runner does not need.
-#: `errors` has the kinds of errors and how to raise them, `command_line` reads the arguments of a verb, `slurm` writes
+#: `errors` has the kinds of errors and how to raise them, `cli` reads a job with its flags, `command_line` the arguments of a verb, `slurm` writes
 #: batch scripts, `toolkit` opens jobs and runs without a Trainer.
-MODULES = ("forge_train", "forge_train.command_line", "forge_train.errors", "forge_train.slurm", "forge_train.toolkit")  # fmt: skip
+MODULES = ("forge_train", "forge_train.cli", "forge_train.command_line", "forge_train.errors", "forge_train.slurm", "forge_train.toolkit")  # fmt: skip
 
 
 def names_of_train() -> dict[str, set[str]]:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from forge_train.build.resolve import ResolvedJob
     from forge_train.config.layers import Layers
 
+__all__ = ["job_arguments", "main"]
+
 #: Verbs of forge-lab, which mounts them.
 OF_LAB = ("generate", "eval", "extract", "report", "goodput", "replay", "bisect", "sweep", "grid",
           "study")  # fmt: skip

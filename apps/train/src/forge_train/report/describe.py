@@ -37,13 +37,8 @@ def key_rows() -> Iterator[KeyRow]:
         for key, kind, item, cls in (row for t in tables for row in dotted_fields(t, section)):
             if key not in seen:
                 seen.add(key)
-                yield KeyRow(
-                    key,
-                    type_name(kind),
-                    _default(item),
-                    help_of(item, cls),
-                    _range(kind, item, cls),
-                )
+                about, limits = help_of(item, cls), _range(kind, item, cls)
+                yield KeyRow(key, type_name(kind), _default(item), about, limits)
 
 
 def print_keys(prefix: str, console: Console, values: Mapping[str, Any] | None = None) -> int:
