@@ -16,6 +16,7 @@ from forge_moe.hooks import num_experts_by_layer, whole_batch_options
 from forge_moe.load_balancing import RoutingCounters
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
+from forge_testing.traffic import Traffic
 
 pytestmark = pytest.mark.lane("test")
 
@@ -84,6 +85,16 @@ def test_statistics_stay_on_their_device_when_nothing_was_counted(options: dict[
     assert {t.device.type for t in counters.read().values()} == {"meta"}
     hooks = MoEHooks(make_model(**options), device=torch.device("meta"))  # before the first forward
     assert hooks.take().device.type == "meta"
+
+
+def test_a_save_copies_no_number_to_the_device() -> None:
+    """On a GPU the host waits for the copy, once for each layer."""
+    model = make_model(bias_update_rate=0.1)
+    hooks = MoEHooks(model)
+    run(model, 1)
+    with Traffic() as traffic:
+        assert hooks.state_dict()[-1] == 0.0
+    assert traffic.calls["copy_"] == 0
 
 
 #: Two micro-batches of rows with 6 and 5, and with 1 and 2 tokens that are no padding; the first row has two documents.

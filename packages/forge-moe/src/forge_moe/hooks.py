@@ -257,7 +257,7 @@ class MoEHooks:
         """
         self._carried = self.take()
         for row in self._by_layer(self._carried):
-            row[1][-1] = 0.0  # the largest bias is not a sum over steps
+            row[1][-1].zero_()  # the largest bias is not a sum over steps
         sums: list[float] = self._carried.tolist()
         return sums if any(sums) else []
 
