@@ -3,6 +3,7 @@
 - Pages from other folders (`MOUNTED`) become pages of the site without copies in docs/.
 - Relative links are those of the repository. A link to a page becomes a link of the site; to another file, a link below
   `repo_url`, or its path as code where there is none. A link that leads nowhere is a warning, and `strict` fails the build.
+- Reports of recorded runs (`REPORTS`) are written by the present forge-lab: pages of their own, which load nothing.
 - Each package gets an API page of the names in its `__all__`; one without a docstring is a warning.
 - Diagrams of scripts/write_diagrams.py are drawn in a light and a dark variant.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import tempfile
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.etree.ElementTree import Element
@@ -33,6 +35,8 @@ from write_api_pages import (
 )
 from write_diagrams import DIAGRAMS
 
+from forge_lab.report.page import write_page
+
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("mkdocs.hooks.forge")
 
@@ -47,6 +51,8 @@ MOUNTED = {
     **{f"packages/{p.parent.name}.md": f"packages/{p.parent.name}/README.md"
        for p in sorted(ROOT.glob("packages/*/README.md"))},
 }  # fmt: skip
+#: Reports of recorded runs: {page: (folder, command that records it)}. A link to the folder leads to the page.
+REPORTS = {"demo-report.html": ("docs/data/demo-run", "python scripts/record_demo_run.py")}
 #: What a link to a list of public names leads to on the site: {file: page}.
 _API_PAGES = {f"docs/data/api/{package}.txt": f"api/{package}.md" for package in PACKAGES}
 _ITEM = re.compile(r" *(?:[-*+]|\d+\.) +(?=\S)")
@@ -71,6 +77,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
         for name in undocumented(package):
             log.warning(f"{name} is public and has no docstring; write one")
         files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
+
+    for page, (folder, command) in REPORTS.items():
+        files.append(File.generated(config, page, content=report_page(folder, command)))
 
     for name, draw in DIAGRAMS.items():
         for variant in (f"{name}.svg", f"{name}-dark.svg"):
@@ -143,7 +152,8 @@ class RepositoryLinks(Extension, Treeprocessor):
             mounted = files.get_file_from_path(page)
             if mounted:
                 self.pages |= {source: mounted, posixpath.dirname(source) or source: mounted}
-        for source, page in _API_PAGES.items():
+        reports = {folder: page for page, (folder, _) in REPORTS.items()}
+        for source, page in (_API_PAGES | reports).items():
             if found := files.get_file_from_path(page):
                 self.pages[source] = found
 
@@ -217,6 +227,19 @@ def _variants(image: Element) -> Element:
     for name in (f"{source}#only-light", f"{source.removesuffix('.svg')}-dark.svg#only-dark"):
         both.append(Element("img", {**image.attrib, "src": name}))
     return both
+
+
+# ---- reports
+
+
+def report_page(folder: str, command: str) -> str:
+    """The page that `forge-train report` writes of a recorded run, with a line that says where it comes from."""
+    with tempfile.TemporaryDirectory() as temporary:
+        page = write_page([ROOT / folder], Path(temporary, "report.html"))
+        text = page.read_text(encoding="utf-8")
+    again = f"forge-train report {folder} --output report.html"
+    note = f'<a href="index.html">Forge</a>: recorded by <code>{command}</code>, written by <code>{again}</code>'
+    return text.replace("<nav>", f'<p class="note">{note}</p>\n<nav>', 1)
 
 
 # ---- API pages
