@@ -3,6 +3,7 @@
 - Files of the repository (`MOUNTED`) become pages of the site without copies in docs/; several files may be one page.
 - Relative links are those of the repository. A link to a page becomes a link of the site; to another file, a link below
   `repo_url`, or its path as code where there is none. A link that leads nowhere is a warning, and `strict` fails the build.
+- Reports of recorded runs (`REPORTS`) are written by the present forge-lab: pages of their own, which load nothing.
 - The page of a package is its README and the names in its `__all__`; one without a docstring is a warning.
 - Diagrams of scripts/write_diagrams.py are drawn in a light and a dark variant.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 import posixpath
 import re
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -28,6 +30,8 @@ from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify  # type: ignore[import-untyped]
 from write_api_pages import PACKAGES, definition, public_modules, public_names, tree, undocumented
 from write_diagrams import DIAGRAMS
+
+from forge_lab.report.page import write_page
 
 ROOT = Path(__file__).resolve().parent.parent
 log = logging.getLogger("mkdocs.hooks.forge")
@@ -52,6 +56,8 @@ MOUNTED = {
     **{page: (f"{PACKAGES[package].parents[1].relative_to(ROOT)}/README.md", f"docs/data/api/{package}.txt")
        for package, page in PACKAGE_PAGES.items()},
 }  # fmt: skip
+#: Reports of recorded runs: {page: (folder, command that records it)}. A link to the folder leads to the page.
+REPORTS = {"demo-report.html": ("docs/data/demo-run", "python scripts/record_demo_run.py")}
 _ITEM = re.compile(r" *(?:[-*+]|\d+\.) +(?=\S)")
 _FENCE = re.compile(r" *(`{3,})([\w-]*)")
 
@@ -76,6 +82,9 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for package in PACKAGES:
         for name in undocumented(package):
             log.warning(f"{name} is public and has no docstring; write one")
+
+    for page, (folder, command) in REPORTS.items():
+        files.append(File.generated(config, page, content=report_page(folder, command)))
 
     for name, draw in DIAGRAMS.items():
         for variant in (f"{name}.svg", f"{name}-dark.svg"):
@@ -198,6 +207,9 @@ class RepositoryLinks(Extension, Treeprocessor):
                 first, *others = sources
                 self.pages |= {first: (found, ""), posixpath.dirname(first) or first: (found, "")}
                 self.pages |= {source: (found, title_anchor(source)) for source in others}
+        for page, (folder, _) in REPORTS.items():
+            if report := files.get_file_from_path(page):
+                self.pages[folder] = (report, "")
 
     def run(self, root: Element) -> None:
         for cell in root.iter("td"):
@@ -270,6 +282,19 @@ def _variants(image: Element) -> Element:
     for name in (f"{source}#only-light", f"{source.removesuffix('.svg')}-dark.svg#only-dark"):
         both.append(Element("img", {**image.attrib, "src": name}))
     return both
+
+
+# ---- reports
+
+
+def report_page(folder: str, command: str) -> str:
+    """The page that `forge-train report` writes of a recorded run, with a line that says where it comes from."""
+    with tempfile.TemporaryDirectory() as temporary:
+        page = write_page([ROOT / folder], Path(temporary, "report.html"))
+        text = page.read_text(encoding="utf-8")
+    again = f"forge-train report {folder} --output report.html"
+    note = f'<a href="index.html">Forge</a>: recorded by <code>{command}</code>, written by <code>{again}</code>'
+    return text.replace("<nav>", f'<p class="note">{note}</p>\n<nav>', 1)
 
 
 # ---- API pages

@@ -170,7 +170,7 @@ class Small:
         self.config = load_config(str(file), strict=True)
         self.page, self.built = folder / "docs/index.md", folder / "site/index.html"
         self.hooks: ModuleType = self.config.plugins[str(HOOKS)]  # type: ignore[assignment]
-        for name in ("MOUNTED", "PACKAGES", "DIAGRAMS"):
+        for name in ("MOUNTED", "PACKAGES", "DIAGRAMS", "REPORTS"):
             monkeypatch.setattr(self.hooks, name, {})
 
     def build(self, text: str) -> str:
