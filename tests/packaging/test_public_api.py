@@ -44,6 +44,14 @@ PATCHING = {
     "apps/train/tests/test_tokenizing.py": "looks inside",
     "apps/lab/tests/test_old_spellings.py": "calls verbs without a process",
     "tests/null_gpu/test_jobs.py": "asks registries for every name that a job may choose",
+    "tests/null_gpu/fifteen.py": "counts parts",
+    "tests/null_gpu/places.py": "counts parts",
+    "tests/null_gpu/routes.py": "forces routes",
+    "tests/null_gpu/test_sizes.py": "forces routes",
+    "tests/parallel/test_recompute_forge.py": "counts what a block repeats",
+    "tests/parallel/test_units.py": "counts units of FSDP2",
+    "scripts/write_command_line_page.py": "asks command lines for their help",
+    "scripts/write_models_page.py": "asks registries for every family",
 }
 FOLDERS = ("apps", "benchmarks", "examples", "scripts", "tests", "packages")
 

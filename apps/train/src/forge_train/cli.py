@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forge_train.build.resolve import ResolvedJob
     from forge_train.config.layers import Layers
 
-__all__ = ["job_arguments", "main"]
+__all__ = ["job_arguments", "main", "run_verb"]
 
 #: Verbs of forge-lab, which mounts them.
 OF_LAB = ("generate", "eval", "extract", "report", "goodput", "replay", "bisect", "sweep", "grid",

@@ -21,6 +21,8 @@ from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.structure import mark
 
+__all__ = ["Float8Row", "convert_float8", "float8_table"]
+
 RECIPES = ("tensorwise", "rowwise")
 #: Reasons of a Float8Row.
 TOO_SMALL, SHARED = "too small to gain", "kept: its weight is shared"
@@ -41,6 +43,7 @@ class Float8Row(NamedTuple):
 
     @property
     def converted(self) -> bool:
+        """Whether the layer computes in float8."""
         return not self.reason
 
 

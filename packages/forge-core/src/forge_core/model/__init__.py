@@ -2,6 +2,7 @@
 
 from forge_core._renamed import renamed
 from forge_core.model.attention import Attention
+from forge_core.model.attention_flex import attend_flex
 from forge_core.model.attention_ops import (
     AttentionSpec,
     SegmentPlan,
@@ -59,6 +60,7 @@ __all__ = [
     "Transformer",
     "TransformerConfig",
     "WithPoints",
+    "attend_flex",
     "attend_masked",
     "attend_segments",
     "build_block",

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import KVCache
-from forge_core.model import AttentionSpec, attend_masked
-from forge_core.model.attention_flex import attend_flex
+from forge_core.model import AttentionSpec, attend_flex, attend_masked
 from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import invalid
 from forge_vlm.sequence.plan import SPAN_INPUTS, SequencePlan
