@@ -15,7 +15,7 @@ pytestmark = pytest.mark.lane("test")
 @pytest.mark.lane("ci")
 def test_nothing_beyond_torch_is_loaded() -> None:
     loaded = modules_loaded_by("forge_moe", after="torch")
-    assert packages_of(loaded) == {"forge_moe", "torch"}
+    assert {"forge_moe"} <= packages_of(loaded) <= {"forge_moe", "torch"}
     assert sum(name.startswith("torch") for name in loaded) < 20  # not the compiler, not DTensor
 
 
