@@ -656,8 +656,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "an array of a study has one element too many",
         f"{_LAB}/study/arrays.py",
-        '"array": f"0-{number - 1}"',
-        '"array": f"0-{number}"',
+        'f"0-{len(runs) - 1}{limit}"',
+        'f"0-{len(runs)}{limit}"',
     ),
     Mistake(
         "texts of each batch of prompts begin with the same random numbers",
