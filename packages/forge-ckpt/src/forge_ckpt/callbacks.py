@@ -97,7 +97,8 @@ def lightning_callback(path: str | os.PathLike[str], every: int = 100, **options
             self.saved = self.store.load(self.state)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *given: Any) -> None:
-            step = trainer.global_step  # the same for all batches that are accumulated in one step
+            # The same for all batches that are accumulated in one step, so `step > self.saved` saves it only once.
+            step = trainer.global_step
             if step % every == 0 and step > (self.saved or 0):
                 self.saved = step
                 self.store.save(step, self.state, wait=False)

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns its exit code."""
-    import tyro  # an optional extra, as is rich
+    import tyro  # imported here, as it is an optional extra: `main` names the fix without it
 
     from forge_ckpt.verbs.compare import diff
     from forge_ckpt.verbs.look import cat, inspect, ls, verify

@@ -33,7 +33,8 @@ from forge_ckpt.errors import CheckpointMismatch
 
 DEFAULT_DIGEST = "sha256"
 DIGESTS = (DEFAULT_DIGEST, "blake3")
-Digest = Callable[[bytes | memoryview], str]  # 64 hex digits; releases the GIL for a block
+# 64 hex digits; releases the GIL for a block, so threads digest at once.
+Digest = Callable[[bytes | memoryview], str]
 
 
 def digest_function(name: str) -> Digest:
@@ -147,7 +148,8 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
 
 
 def _encode_array(value: Any, where: str) -> Any:
-    if not _NUMPY_DTYPE.fullmatch(str(value.dtype)):  # objects, strings, big-endian, structured
+    # The bytes of an object array are addresses; strings, big-endian and structured arrays are excluded, too.
+    if not _NUMPY_DTYPE.fullmatch(str(value.dtype)):
         rule = "is the dtype of a numpy array, and only numbers are stored"
         raise invalid(where, "dtype", str(value.dtype), rule, "convert it to numbers")
     data = base64.b64encode(value.tobytes()).decode()
@@ -353,7 +355,8 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
         return unwrap(tensor.to_local())
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor
-    if hasattr(tensor, "trigger_wait"):  # the result of a collective that is still running
+    # A collective may still run: its bytes are valid only after the wait.
+    if hasattr(tensor, "trigger_wait"):
         return unwrap(tensor.trigger_wait())
     names = [name for name in tensor.__tensor_flatten__()[0] if name not in _DERIVED]
     inner = getattr(tensor, names[0])

@@ -68,7 +68,8 @@ def refuse_another_directory(directory: Path, owner: str | None) -> None:
         raise invalid("path", "not_shared", str(directory), rule, fix)
 
 
-_FORMATS = (  # (pattern of a file, the format, the call that reads it)
+# (pattern of a file, the format, the call that reads it): an error names the call, so that the user can go on.
+_FORMATS = (
     (".metadata", "a checkpoint of torch.distributed.checkpoint", "forge-ckpt convert PATH OUT"),
     ("*.safetensors", "weights as Hugging Face writes them", "forge_ckpt.load_hf(path, rows)"),
     ("manifest.json", "one checkpoint", "Store on the directory above it, or ForgeReader"),
@@ -89,9 +90,10 @@ logger = logging.getLogger("forge_ckpt")
 QUARANTINE = "quarantine"
 _STEP = re.compile(r"step-(\d{8,18})")
 _TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-.+")
-# A copy of a step that is committed under this name; one that is being written has a second ".tmp-".
+# A second copy of a step, complete under this name: one still being written has another ".tmp-", so it cannot match.
 _AGAIN = re.compile(r"(step-\d{8,18})\.tmp-again-[0-9a-f]{8}")
-NOT_DURABLE = "has its name, and may not be durable"  # in the text of that OSError
+# In the text of that OSError, so that a save does not call the step unsaved: its rename was done.
+NOT_DURABLE = "has its name, and may not be durable"
 
 
 def step_directory(root: Path, step: int) -> Path:

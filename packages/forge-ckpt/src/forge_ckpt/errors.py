@@ -7,7 +7,8 @@ from typing import Any
 from forge_ckpt._shared.problems import Problem, WithProblems, invalid, problems_of
 
 _SHOWN_DIFFERENCES = 8
-_PROBLEMS = "._shared.problems"  # each package has a copy of the module
+# Compared by name, as each package has a copy of the module and of its classes.
+_PROBLEMS = "._shared.problems"
 
 
 def one_line(text: str, limit: int | None = 300) -> str:

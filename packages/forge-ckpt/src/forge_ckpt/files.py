@@ -10,11 +10,12 @@ from pathlib import Path
 
 from forge_ckpt.errors import corrupt
 
-# Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
+# Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host, so they pass unchanged.
 _DAMAGE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO}
 # Network file systems show new names of another host late, or for a moment as those of a removed file.
 _LATE = {errno.ENOENT, errno.ESTALE}
-VISIBLE_SECONDS = 10.0  # that a new name may take to be seen by other hosts
+# How long a read waits for a new name, which network file systems may show late to other hosts.
+VISIBLE_SECONDS = 10.0
 
 
 def file_stamp(fd: int) -> tuple[int, ...]:
@@ -36,7 +37,7 @@ def open_direct(path: Path) -> int | None:
 
     Memory, offset and length of such writes must be multiples of 4 KiB.
     """
-    if not hasattr(os, "O_DIRECT"):  # Linux has it
+    if not hasattr(os, "O_DIRECT"):  # macOS has none: writes then go through the page cache
         return None
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -88,7 +89,7 @@ class Directory:
         try:
             os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
         except BlockingIOError:
-            pass  # not in memory now
+            pass  # the flag works; only the byte is not in memory now
         except (OSError, AttributeError):  # only Linux has the flag
             return False
         finally:

@@ -30,14 +30,14 @@ NAME = "manifest.json"
 FORMATS = (1, 2)
 BLOCK_BYTES = 4 * 2**20
 ALIGN = 64  # each tensor starts at a multiple, so that any dtype can be memory-mapped
-MAX_BYTES = 2**30  # as many describe about 60 TB of tensors
+MAX_BYTES = 2**30  # bounds the memory of a read; as many describe about 60 TB of tensors
 MAX_DIMS = 64  # torch makes no tensor of more
 _FILE = re.compile(r"data-(0|[1-9][0-9]{0,6})\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _PREFIX, _MIDDLE, _SUFFIX = b'{"sha256": "', b'", "manifest": ', b"}\n"
 
 
-Extent = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class TensorEntry:
 @dataclass(frozen=True)
 class ObjectEntry:
     path: codec.Path
-    value: Any  # tagged JSON, see codec.py
+    value: Any  # tagged JSON (codec.py), as plain JSON has no tuples, bytes or dtypes
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,8 @@ def decode(data: bytes, where: str) -> Manifest:
     if frame != (_PREFIX, _MIDDLE, _SUFFIX) or hashlib.sha256(body).hexdigest().encode() != digest:
         raise _damaged(where)
     try:
-        table = json.loads(body.decode())  # bytes could be UTF-16 too
+        # Decoded first, as json.loads would take bytes of UTF-16, too.
+        table = json.loads(body.decode())
         number = table["format"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         rule = f"is not a manifest ({error!r:.300})"
@@ -287,7 +288,7 @@ def _from_json(table: dict[str, Any], digest: str) -> Manifest:
 def check_metrics(table: Mapping[Any, Any]) -> dict[str, float]:
     """The numbers of a step by name; raises ValueError for one that is not finite, or has no name."""
     for name, value in table.items():
-        # nan is not, 10**400 has no float
+        # `not ... <` is true of nan, too; and it converts no int, because 10**400 has no float
         if type(name) is not str or type(value) not in (int, float) or not abs(value) < 1e300:
             rule = "must be a finite number with a name"
             raise invalid(f"metrics.{name}", "finite", value, rule)

@@ -29,8 +29,9 @@ from forge_ckpt.errors import (
 )
 
 T = TypeVar("T")
-LOST_RANKS = "the ranks of this store lost each other"  # begins the text of that RuntimeError
-# Another rank raises an exception as one of these classes: the nearest base of its own class.
+# Begins the text of that RuntimeError, to tell it from others: torch raises the same class for other faults.
+LOST_RANKS = "the ranks of this store lost each other"
+# Another rank raises the nearest base in this table, because an exception is sent as JSON with one of these names.
 _CLASSES: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -44,8 +45,10 @@ _CLASSES: dict[str, type[Exception]] = {
         RuntimeError,
     )
 }
-_Failure = dict[str, Any]  # {"kind", "text", "errno", "where", "problems"} of one exception
-_Outcome = dict[str, Any]  # {"value": result} or {"failure": _Failure} of one call
+# {"kind", "text", "errno", "where", "problems"}: an exception as JSON, to be sent.
+_Failure = dict[str, Any]
+# {"value": result} or {"failure": _Failure}: the outcome of a call as JSON, to be sent.
+_Outcome = dict[str, Any]
 
 
 class RankGroup:
@@ -149,7 +152,7 @@ class RankGroup:
         if "failures" in outcome:
             self._raise(dict(outcome["failures"]), own)
         if "failure" in outcome:
-            # rank 0 alone ran: its number would tell nothing
+            # rank 0 alone ran, so its number would tell nothing
             self._raise({0: outcome["failure"]}, own, name_ranks=False)
         return outcome["value"]
 

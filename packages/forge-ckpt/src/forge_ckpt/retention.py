@@ -99,7 +99,7 @@ def _resolve(milestones: str | _Milestones | None) -> _Milestones:
     if callable(milestones):
         return milestones
     if milestones == "powers_of_2":
-        return lambda step: step & (step - 1) == 0  # also 0
+        return lambda step: step & (step - 1) == 0  # true of 0 as well, so step 0 is kept
     rule = "must be 'powers_of_2', a function of the step, or its 'module:attr'"
     module, colon, attribute = str(milestones).partition(":")
     if not (module and colon and attribute):
@@ -125,7 +125,8 @@ class Retention:
 
     def __init__(self, root: Path, keep: Keep) -> None:
         self._root, self._keep = root, keep
-        self._metrics: dict[int, Metrics] = {}  # rank 0: of steps whose manifest was read
+        # On rank 0 only: kept so that each manifest is read once.
+        self._metrics: dict[int, Metrics] = {}
 
     def apply(
         self, group: RankGroup, step: int, threads: int, quarantine: Callable[[str], bool]

@@ -67,7 +67,8 @@ class RNGState:
             random.Random().setstate(stream["python"])
             torch.Generator().set_state(stream["torch"])
             for state in (stream["cuda"] or {}).values():
-                if state.dtype != torch.uint8 or state.numel() < 16:  # seed and offset
+                # A CUDA generator has a seed and an offset, of 8 bytes each.
+                if state.dtype != torch.uint8 or state.numel() < 16:
                     rule = f"elements of {state.dtype} are not the state of a CUDA generator"
                     raise invalid("cuda", "length", state.numel(), rule)
 
@@ -162,7 +163,7 @@ def _start(stream: dict[str, Any], number: int, count: int) -> None:
     digest.update(bytes(stream["torch"].tolist()))
     seed = digest.digest()
     random.seed(seed)
-    torch.manual_seed(int.from_bytes(seed[:8], "big"))  # seeds every device
+    torch.manual_seed(int.from_bytes(seed[:8], "big"))  # torch seeds every CUDA device by it, too
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed([int.from_bytes(seed[i : i + 4], "big") for i in range(0, 32, 4)])

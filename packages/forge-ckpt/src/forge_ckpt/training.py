@@ -45,7 +45,8 @@ class TrainingCheckpoints:
         self.last_step = self.committed = -1
         self.wants_retry = False
         self._after_load, self._max_failures = after_load, max_failures
-        self._in_flight: int | None = None  # a save whose end not all ranks know
+        # A save until all ranks know its end, so that it is announced once.
+        self._in_flight: int | None = None
         self._failures = 0
 
     def set_loaded(self, step: int) -> None:
@@ -62,7 +63,7 @@ class TrainingCheckpoints:
         target = max((step for step in steps if step <= wanted), default=steps[0])
         # first the load, then the removal: a damaged target must leave what is after it
         step = self.store.load(self.state, self.check, newest=target)
-        assert step is not None  # else CorruptCheckpoint
+        assert step is not None  # steps exist, so load returns one or raises CorruptCheckpoint
         self.store.discard_after(step)
         self.set_loaded(step)
         return True

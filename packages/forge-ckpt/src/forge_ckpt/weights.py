@@ -134,7 +134,7 @@ def load_weights(
 def _match(here: Collection[str], saved: _Shapes, patterns: Sequence[str]) -> WeightsReport:
     """The report for the names of a model; ValueError for patterns that match nothing."""
     both = [name for name in here if name in saved]
-    # an excluded name may be in one of them only
+    # an excluded name may be in one of them only, so its pattern is looked for in either
     idle = [p for p in patterns if not p.startswith("!") and not match_names([p], both)]
     excluding = [p for p in patterns if p.startswith("!")]
     idle += [p for p in excluding if not match_names([p[1:]], {*here, *saved})]

@@ -16,10 +16,10 @@ from forge_data._shared.problems import invalid
 
 __all__ = ["FILLER_INSTANCE", "IGNORE", "PAD_DOCUMENT", "Batch", "Ragged", "filler_batch"]
 
-IGNORE = -100  # label of a position with nothing to learn
+IGNORE = -100  # label without loss: torch's cross_entropy ignores this one by default
 PAD_DOCUMENT = -1
-FILLER_INSTANCE = -1  # id and source of a row that is no instance of any stream
-#: Values of filler that are not 0.
+FILLER_INSTANCE = -1  # ids and sources of streams begin at 0, so that this is no id
+#: Values of filler where 0 would be a real label, document, instance or source.
 _FILLER = {
     "labels": IGNORE,
     "document_ids": PAD_DOCUMENT,
@@ -36,7 +36,7 @@ class Ragged:
     """
 
     values: torch.Tensor  # (N, ...)
-    row_offsets: torch.Tensor  # (B + 1,) int64, on the host
+    row_offsets: torch.Tensor  # (B + 1,) int64, on the host, which slices by them
 
     def __post_init__(self) -> None:
         offsets = self.row_offsets
@@ -91,18 +91,21 @@ class Batch:
     where a tensor does not have the rows and the length of `tokens`.
     """
 
-    tokens: torch.Tensor  # (B, S) int64; 0 on padding
-    labels: torch.Tensor  # (B, S) int64; -100 on a document's last token and on padding
+    tokens: torch.Tensor  # (B, S) int64; 0 on padding, as an embedding takes no id below 0
+    labels: torch.Tensor  # (B, S) int64; -100 on padding and where no token follows in a document
     positions: torch.Tensor  # (B, S) int64 from 0 in each document's part of the row, or (B, 3, S)
-    document_ids: torch.Tensor  # (B, S) int64; from 0 in each row, -1 on padding
-    instance_ids: torch.Tensor  # (B,) int64; -1 on filler
-    digest: str  # 16 hex digits of the *global* batch's instance ids, the same on all ranks
-    weights: torch.Tensor | None = None  # (B, S) fp32, at least 0
-    source: torch.Tensor | None = None  # (B,) int64, number of each row's source; -1 on filler
+    document_ids: torch.Tensor  # (B, S) int64; from 0 in each row, so that padding has -1
+    instance_ids: torch.Tensor  # (B,) int64; -1 on filler, as 0 is an instance
+    # 16 hex digits of the *global* batch's instance ids, so that all ranks have the same
+    digest: str
+    # (B, S) fp32; at least 0, as the mean loss divides by their sum
+    weights: torch.Tensor | None = None
+    # (B,) int64, number of each row's source from 0, so that filler has -1
+    source: torch.Tensor | None = None
     extras: Mapping[str, Extra] = field(default_factory=dict)
-    #: Sum of the weights of the labels that are not -100, or their number; computed unless given
+    #: Sum of the weights of the labels that are not -100, or their number; computed unless given: a sync on a device
     label_weight: float = -1.0
-    #: A copy on a device that `staged` began
+    #: A copy on a device that `staged` began: `to` takes it, so that nothing is copied twice
     staging: Staging | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -235,7 +238,7 @@ class Batch:
 
 _ROWS = tuple(
     f.name for f in fields(Batch) if f.name not in ("digest", "extras", "label_weight", "staging")
-)  # fields with a first dim of rows
+)  # fields with a first dim of rows: slices and filler change no others
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from forge_data.tokenizer import encode_prompt
 
 __all__ = ["Choice", "Question", "accuracies", "batch_of_choices", "read_questions", "split_ids"]
 
-#: Ids of prompt and choice together, and the number of those of the prompt.
+#: Ids of prompt and choice together, and the number of those of the prompt, which get no labels.
 Choice = tuple[Sequence[int], int]
 
 

@@ -12,7 +12,7 @@ import torch
 from forge_data.batch import Batch, Ragged
 from forge_data.protocols import Stream
 
-#: Fields of a Batch that a stream may give; arrays of other names are extras.
+#: Fields of a Batch that a stream may give, as ids and digest come from the call; arrays of other names are extras.
 _FIELDS = ("tokens", "labels", "positions", "document_ids", "weights", "source")
 
 

@@ -18,9 +18,9 @@ from forge_data.tokenizer import describe_ends, load_tokenizer
 
 __all__ = ["data_lines", "ends_of_documents", "planned_rows"]
 
-#: Kinds that make their own rows, whatever the packing is.
+#: Kinds that make their own rows, whatever the packing is, so that no plan of it holds for them.
 _OWN_ROWS = ("chat",)
-_PLANNED_AT_ONCE = 1 << 18  # documents, in half a second
+_PLANNED_AT_ONCE = 1 << 18  # documents: planned in half a second, so that the lines come soon
 
 
 def data_lines(data: DataConfig) -> Iterator[str]:
@@ -71,7 +71,8 @@ def planned_rows(data: DataConfig) -> Iterator[str]:
         for seq_len in sorted({segment.seq_len for segment in phase_segments(data)}):
             try:
                 rows = _rows_of(header, seq_len, data.packing)
-            except InvalidData as error:  # files without digests are read for their documents
+            except InvalidData as error:
+                # files without digests are read for their documents, and may be damaged
                 problems = [problem.under(f"data.sources.{name}") for problem in error.problems]
                 raise InvalidData(problems, error.where) from error
             yield f"data.sources.{name}: {data.packing.name}, {rows}"

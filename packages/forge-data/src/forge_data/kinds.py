@@ -53,7 +53,7 @@ def choice_problems(config: Any) -> Iterator[Problem]:
             yield Problem(name, "unknown", value, rule, "name one of them")
 
 
-#: Formats of token ids that are read where they are.
+#: Formats of token ids that are read where they are: they can be mapped, so that no cache is written.
 RAW_KINDS = ("megatron", "nanogpt", "npy")
 _LAST_ID = 2**31 - 1
 
@@ -126,12 +126,12 @@ def _problems(c: ChatConfig) -> Iterator[Problem]:
     yield from choice_problems(c)
 
 
-#: Kinds with a table of their own, which is a field of SourceConfig by the same name.
+#: Kinds with a table of their own: a field of SourceConfig by the same name, as it is found by it.
 TABLES = ("huggingface", "text", "chat", "nanogpt", "npy")
-#: Kinds whose tokens are in a cache, from which they are read like token files.
+#: Kinds without ids: they are tokenized into a cache once, and read from there like token files.
 CACHED = ("huggingface", "text", "chat")
 DOCUMENTS = ("file", "line", "blank_line")
-#: What `path` names, of kinds that need one.
+#: What `path` names, of kinds that need one: the error of a missing path says it.
 _PATHS = {
     "tokens": "a folder written by `forge-data prepare`, or a raw file of ids,",
     "text": "text files",
@@ -141,7 +141,7 @@ _PATHS = {
 }
 _FITTING = "whose tokens have the type that fits"
 _RAW = {"dtype": "whose files contain it", "verify": "which has no digests"}
-#: Keys that a kind does not take, and why.
+#: Keys that a kind does not take, with the reason that the error gives.
 _NOT_TAKEN = {
     "builtin": dict.fromkeys(("path", "dtype", "verify"), "whose text comes with Python"),
     "text": {"dtype": _FITTING},

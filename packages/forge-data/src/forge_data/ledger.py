@@ -41,13 +41,15 @@ class Ledger:
     def ids(self, positions: Any) -> np.ndarray:
         """The instances (N,) at positions (N,) among those that remain; O(N log windows)."""
         positions = np.asarray(positions, dtype=np.int64)
-        before = np.searchsorted(self._position, positions, side="right")  # windows passed
+        # "right", as the first position after a window has passed it
+        before = np.searchsorted(self._position, positions, side="right")
         ids: np.ndarray = positions + self._passed[before]
         return ids
 
     def position(self, instance: int) -> int:
         """How many instances below this one remain: the position of it, or of the next one that remains."""
-        passed = int(np.searchsorted(self._first, instance))  # windows that begin below it
+        # windows that begin below it; one may hold it, hence `beyond`
+        passed = int(np.searchsorted(self._first, instance))
         if not passed:
             return instance
         beyond = max(0, int(self._last[passed - 1]) + 1 - instance)
@@ -71,11 +73,11 @@ class Ledger:
                 merged.append((first, last))
         self._first = np.array([first for first, _ in merged], dtype=np.int64)
         self._last = np.array([last for _, last in merged], dtype=np.int64)
-        #: instances left out by the first k windows, (windows + 1,)
+        #: instances left out by the first k windows, (windows + 1,), so that 0 windows leave out 0
         self._passed = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum(self._last - self._first + 1)]
         )
-        #: position of the first instance after each window
+        #: position of the first instance after each window; it rises, so that it can be searched
         self._position = self._first - self._passed[:-1]
 
 

@@ -117,15 +117,18 @@ class Loader(IterableDataset[Batch]):
         self.micro_batch = micro_batch
         self.num_micro_batches = num_micro_batches or fullest
         micro_batches = np.arange(global_batch).reshape(-1, micro_batch)
-        self._rows = np.array_split(micro_batches, world_size)[rank].ravel()  # first ranks one more
+        # where they do not divide, numpy gives the first ranks one more
+        self._rows = np.array_split(micro_batches, world_size)[rank].ravel()
         self._part = part_at(stream, 0)
 
         self.began = 0
         self._at = Position()
         self._ledger = Ledger()
         self._torch = TorchWorkers()
-        self._skip: int | None = None  # in a worker of torch: steps of the others before the next
-        self._claimed = self._lost = False  # True in workers of torch only
+        # steps that other workers of torch read before the next one here; None until this is such a worker
+        self._skip: int | None = None
+        # stay False in this process, as only workers of torch set them
+        self._claimed = self._lost = False
         self._begin_count(self._at)
 
         self.prefetch = 2 * num_workers if prefetch is None else prefetch
@@ -138,7 +141,8 @@ class Loader(IterableDataset[Batch]):
         self._ahead: Workers | ShardWorkers | ReadAhead | None = None
         self._ahead_pid = 0
         self._places = Places(num_shards_of(stream))
-        self._empty: dict[int, Batch] = {}  # by the first instance of a part
+        # by the first instance of a part, as each has shapes of its own
+        self._empty: dict[int, Batch] = {}
 
     @property
     def cursor(self) -> int:
@@ -208,13 +212,14 @@ class Loader(IterableDataset[Batch]):
 
     def __next__(self) -> Batch:
         self._enter_worker()
-        for _ in range(self._skip or 0):  # steps of the other workers
+        # the other workers read these steps, so that only the position moves
+        for _ in range(self._skip or 0):
             self._at = self._following(self._at)
 
         self._enter_part()
         steps = self._steps()
-        ids = steps.ids(0)  # (rows of the stream,)
-        arrays = self._fetch(steps) if self.prefetch else read_rows(self._part, ids)  # rows of each
+        ids = steps.ids(0)  # (rows of the stream,), fewer than the batch has where filler follows
+        arrays = self._fetch(steps) if self.prefetch else read_rows(self._part, ids)
 
         following = self._following(self._at)
         batch, places = _without_places(arrays, ids, following.digest)
@@ -259,7 +264,7 @@ class Loader(IterableDataset[Batch]):
         nothing = np.empty(0, np.int64)
         try:
             return _without_places(part.arrays(nothing), nothing, NO_STEPS)[0]
-        except InvalidData:  # says what is wrong with the data
+        except InvalidData:  # its message already says what is wrong with the data
             raise
         except Exception as error:
             name, found = type(self.stream).__name__, f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from forge_data.config import MAX_GLOBAL_BATCH
 from forge_data.ledger import Ledger, window_problems
 
 NO_STEPS = "0" * 16
-_LAST_CURSOR = 2**62  # ids are int64
+_LAST_CURSOR = 2**62  # ids are int64, and windows and batches are added to the cursor
 
 
 class Position(NamedTuple):

@@ -23,7 +23,7 @@ __all__ = ["ORDER_VERSION", "EpochOrder", "Permutation", "epochs_of"]
 ORDER_VERSION = 1  # part of every fingerprint: raise it whenever an order would change
 _ROUNDS = 12
 _MAX_N = 1 << 62
-_BLOCK = 128  # positions of an epoch whose order is computed at once
+_BLOCK = 128  # positions of an epoch whose order is computed at once: fewer would take as long
 _BLOCKS_AHEAD = 8
 
 
@@ -95,7 +95,8 @@ class EpochOrder:
         self._permutation: tuple[int, Permutation] | None = (
             None  # that of the last call, as calls of one epoch follow each other
         )
-        self._blocks: dict[tuple[int, int], np.ndarray] = {}  # (epoch, block) -> rows
+        # (epoch, block) -> rows: kept, as the next steps read the rest of a block
+        self._blocks: dict[tuple[int, int], np.ndarray] = {}
 
     def rows(self, instance_ids: np.ndarray) -> np.ndarray:
         """The rows (N,) of sample indices (N,)."""
@@ -109,7 +110,8 @@ class EpochOrder:
         return rows
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return EpochOrder, (self._n, self._seed)  # without what was computed
+        # without what was computed, as a copy can compute it again
+        return EpochOrder, (self._n, self._seed)
 
     def _rows_of_epoch(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         """Rows at positions (N,) of an epoch."""

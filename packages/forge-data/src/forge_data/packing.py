@@ -170,7 +170,7 @@ class PackedStream:
         return cut
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Without what was computed: a worker gets the arguments alone.
+        # Without what was computed, as a worker computes it again from the arguments.
         return PackedStream, (self.source, self.seq_len, self.seed, self.shuffle, self.plan)
 
     def _concatenated(self, rows: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> _Borders:
@@ -186,12 +186,13 @@ class PackedStream:
             if inputs < length:
                 tokens[i, inputs:] = 0
             labels[i, len(ids) - 1 :] = IGNORE
-        # Only the documents that begin inside of a row are read from the mapped offsets.
+        # Only the documents that begin inside of a row are read from the mapped offsets: the others cost no read.
         documents = self.source.documents
         first = np.searchsorted(documents, starts, side="right")
         counts = np.searchsorted(documents, stops, side="left") - first
         row, nth = _numbered(counts)
-        begins = np.asarray(documents[first[row] + nth]) - starts[row]  # each in 1..S
+        # each in 1..S, as "right" leaves out one that begins the row
+        begins = np.asarray(documents[first[row] + nth]) - starts[row]
         labels[row, begins - 1] = IGNORE  # the end of one document does not predict the next
         inside = begins < np.minimum(stops - starts, length)[row]
         return _Borders(row[inside], begins[inside], np.minimum(stops - starts, length))
@@ -209,7 +210,7 @@ class PackedStream:
         begins = offsets + np.asarray(plan.starts[pieces])
         stops = offsets + np.asarray(plan.stops[pieces])  # (pieces,)
         after = np.cumsum(stops - begins)
-        # a piece begins where those of its row before it end
+        # a piece begins where those of its row before it end, so that the sum up to its row is taken off
         at = after - (stops - begins)
         at -= np.append(0, after)[np.cumsum(counts) - counts][row]
         given = zip(*(x.tolist() for x in (row, at, begins, stops, np.minimum(stops + 1, ends))))
@@ -236,9 +237,11 @@ class PackedStream:
         if not len(row):
             ids, positions = np.zeros(shape, np.int64), np.broadcast_to(self._count, shape).copy()
         else:
-            counts = np.bincount(row, minlength=len(used)) + 1  # documents of each row
+            # documents of each row: one more than begin inside, as one begins the row
+            counts = np.bincount(row, minlength=len(used)) + 1
             own, nth = _numbered(counts)
-            starts = np.zeros(len(own), np.int64)  # of each document in its row
+            # of each document in its row; the first has 0, as it begins the row
+            starts = np.zeros(len(own), np.int64)
             starts[nth > 0] = begins
             places = own * self.seq_len + starts
             lengths = np.diff(places, append=len(used) * self.seq_len)

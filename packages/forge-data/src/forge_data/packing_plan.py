@@ -130,12 +130,13 @@ def _plan_window(
     """The plan of documents `first ..` of `lengths` (N,): full rows of the long ones, then the rows of the rest."""
     full, rest = np.divmod(lengths, seq_len)  # (N,)
     num_full = int(full.sum())
-    cut = np.repeat(np.arange(len(lengths)), full)  # (full rows,) their documents
+    # (full rows,) their documents, as a long one fills several
+    cut = np.repeat(np.arange(len(lengths)), full)
     cut_starts = (np.arange(num_full) - np.repeat(np.cumsum(full) - full, full)) * seq_len
     left = np.flatnonzero(rest)
     row_of = place(rest[left], seq_len)
     order = np.argsort(row_of, kind="stable")
-    left = left[order]  # by row, and by document in a row
+    left = left[order]  # by row, and by document in a row, as the sort is stable
     begins = np.flatnonzero(np.diff(row_of[order], prepend=-1))  # (rows of the rest,)
 
     starts = np.concatenate([cut_starts, full[left] * seq_len])
@@ -151,13 +152,15 @@ def _plan_window(
 def _first_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     """The row (P,) of each piece: the first with room for it, pieces in their order."""
     width = 1 << max(len(lengths) - 1, 0).bit_length()
-    room = [seq_len] * (2 * width)  # a tree: the most room under each node, leaves from `width` on
+    # a tree, so that a search takes log(width) steps: the most room under each node, leaves from `width` on
+    room = [seq_len] * (2 * width)
     found = np.empty(len(lengths), np.int64)
     for i, length in enumerate(lengths.tolist()):
         node = 1
         while node < width:
             node *= 2
-            node += room[node] < length  # to the right child, where the left has no room
+            # right only where the left has no room, so that the first fit is found
+            node += room[node] < length
 
         found[i] = node - width
         room[node] -= length
@@ -179,8 +182,10 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     order = np.argsort(-lengths, kind="stable")
     sizes, counts = np.unique(lengths, return_counts=True)
     found = np.empty(len(lengths), np.int64)
-    rooms: list[int] = []  # sorted; those that some row has
-    waiting: dict[int, list[int]] = {}  # room -> rows, the longest waiting first
+    # those that some row has, sorted so that bisect finds the least that fits
+    rooms: list[int] = []
+    # room -> rows, the longest waiting first, as slices from the front take them
+    waiting: dict[int, list[int]] = {}
     done = num_rows = 0
 
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist()):
@@ -188,7 +193,8 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
         while done < end:
             at = bisect_left(rooms, size)
             room = rooms[at] if at < len(rooms) else seq_len
-            each = room // size  # pieces that fill one such row
+            # pieces that fill one such row, so that they are placed in one step
+            each = room // size
             wanted = -(-(end - done) // each)
             if at < len(rooms):
                 rows = waiting[room][:wanted]
@@ -202,7 +208,8 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
             placed = min(end - done, len(rows) * each)
             found[order[done : done + placed]] = np.repeat(rows, each)[:placed]
             done += placed
-            last = placed - (len(rows) - 1) * each  # pieces in the last of these rows
+            # pieces in the last of these rows, which may have room for more
+            last = placed - (len(rows) - 1) * each
             for left, some in ((room - each * size, rows[:-1]), (room - last * size, rows[-1:])):
                 if left and some:
                     if left not in waiting:

@@ -90,7 +90,8 @@ class PhaseSchedule:
         for number, segment in enumerate(self.segments):
             following, rows = self._starts[number + 1 : number + 2], self.batch_of(segment)
             end = min([cursor, *map(ledger.position, following)])
-            begins.append(range(reached, max(reached, end), rows))  # of the steps of this segment
+            # of the steps of this segment: a range, as they can be many
+            begins.append(range(reached, max(reached, end), rows))
             reached += len(begins[-1]) * rows
 
             cut = self._cut(segment)
@@ -135,7 +136,7 @@ class PhaseSchedule:
             wanted = math.ceil(tokens / (rows * segment.seq_len))
             if following is None:
                 return max(1, steps + wanted)
-            # steps that begin here
+            # steps that begin in this segment, rounded up, as the last may end after it
             here = max(0, -(-(ledger.position(following) - cursor) // rows))
             end = cursor + here * rows
             if here and cut is not None:
@@ -166,7 +167,8 @@ class PhaseSchedule:
         end = getattr(stream, "end", None)
         if end is None or self.rows_of(steps) <= end:
             return None
-        last = bisect_right(range(1, steps + 1), end, key=self.rows_of)  # full steps before the end
+        # full steps before the end; the range makes no list of all
+        last = bisect_right(range(1, steps + 1), end, key=self.rows_of)
         rule = (
             f"with max_epochs end after {end} sequences, in step {last + 1}, and the run has {steps} steps with "
             f"{self.rows_of(steps)} sequences"

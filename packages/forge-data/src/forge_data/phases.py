@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["PhaseConfig", "PhaseSegment", "phase_segments"]
 
 _LARGEST = 1 << 60  # above it sums in int64 could overflow
-_MAX_SEQ_LEN = 1 << 24  # the limit of data.seq_len, too
+# the limit of data.seq_len, too; not imported, as config imports this module
+_MAX_SEQ_LEN = 1 << 24
 _MAX_GLOBAL_BATCH = 1 << 20
 
 
@@ -93,7 +94,7 @@ def phase_segments(config: DataConfig) -> list[PhaseSegment]:
 
 def _place(phase: PhaseConfig) -> int:
     place = phase.start_tokens if phase.start_instance is None else phase.start_instance
-    assert place is not None  # a rule of PhaseConfig
+    assert place is not None  # PhaseConfig raises unless one of the two is given
     return place
 
 

@@ -175,7 +175,8 @@ class GuardedLoader(Loader):
     ) -> None:
         super().__init__(*arguments, **keywords)
         self._check, self._key = check, key
-        self._seen: list[tuple[np.ndarray, np.ndarray]] | None = []  # None after the check
+        # None after the check, so that batches are not kept
+        self._seen: list[tuple[np.ndarray, np.ndarray]] | None = []
 
     def __next__(self) -> Batch:
         batch = super().__next__()

@@ -50,7 +50,8 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
     found = np.zeros(tokenizer.vocab_size, np.int64)
     for token, number in vocabulary.items():
         found[number] = len(token) if of_bytes else _length(token)
-    for added in content.get("added_tokens", []):  # stand in a text as they are
+    # they stand in a text as they are, so that their letters are no bytes
+    for added in content.get("added_tokens", []):
         found[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     return found
 

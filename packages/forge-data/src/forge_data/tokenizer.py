@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 _MAX_BYTES = 1 << 28  # of a tokenizer's JSON; the largest in use have tens of MB
-#: As `eos` or `bos`: no token.
 #: Given as eos or bos: no token. Jobs write "", as "none" is their way to write that a key is not given.
 NONE = ("", "none")
 
@@ -231,7 +230,7 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
     if name == "byte":
         tokenizer = ByteTokenizer()
     elif name == "json" and spec.get("path"):
-        # a spec that was stored has `eos`, null for none
+        # a spec that was stored has `eos`, null for none, so that the files of the tokenizer do not decide again
         stored = "eos" in spec
         eos, bos = spec.get("eos"), spec.get("bos")
         tokenizer = JsonTokenizer(

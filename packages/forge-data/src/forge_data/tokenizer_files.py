@@ -31,13 +31,13 @@ __all__ = [
     "tokenizer_in",
 ]
 
-#: Files of a tokenizer of transformers, and its chat template.
+#: Names that folders of transformers have for a tokenizer and its chat template.
 TOKENIZER_FILES = (
     *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "special_tokens_map.json"),
     *("added_tokens.json", "chat_template.*", "*.tiktoken", "spiece.model"),
 )
 _CONFIG, _MAP, _TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
-#: What a processor has its chat template in, too.
+#: A processor of transformers has its chat template here, too, where it would contradict another one.
 _OTHER_TEMPLATE = "chat_template.json"
 _NO_FILE = "no tokenizer is written: tokens are bytes, which transformers has no file for"
 _NO_TEMPLATE = "no chat template is written: the template plain leaves questions out"
@@ -180,7 +180,7 @@ def folder_ends(folder: Path) -> tuple[int, ...]:
 def tokenizer_in(folder: Path) -> Path | None:
     """The tokenizer's file in a folder of Hugging Face; None without one that the library tokenizers reads."""
     path = folder / _FILE
-    # False for a name that is too long
+    # os.path.isfile is False for a name that is too long, where Path.is_file may raise
     return path if os.path.isfile(path) and _parts(path) is not None else None
 
 
@@ -205,7 +205,8 @@ def _parts(path: Path) -> dict[str, Any] | None:
     if table is None or not isinstance(model, dict):
         return None
     model = {key: value for key, value in model.items() if value not in (None, False)}
-    if isinstance(model.get("merges"), list):  # pairs, or texts of two words
+    # by the version of the library pairs, or texts of two words
+    if isinstance(model.get("merges"), list):
         model["merges"] = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
     return {**{part: table.get(part) for part in _PARTS}, "model": model}
 

@@ -14,7 +14,8 @@ from torch.utils.data import get_worker_info
 from forge_data._shared.problems import invalid
 from forge_data.config import MAX_WORKERS
 
-_MOVES, _TAKEN, _PIDS = 0, 1, 2  # offsets in the shared page; the pid of worker w is at _PIDS + w
+# offsets in the shared page; _PIDS is the last, as the pid of worker w is at _PIDS + w
+_MOVES, _TAKEN, _PIDS = 0, 1, 2
 
 
 class TorchWorkers:
@@ -28,10 +29,10 @@ class TorchWorkers:
 
     def __init__(self) -> None:
         self._page = memoryview(mmap.mmap(-1, 8 * (_PIDS + MAX_WORKERS))).cast("q")
-        self._moves = 0  # a forked worker has the number of its start
+        self._moves = 0  # a forked worker has the number of its start, as the fork copies it
         self._spawned: list[Any] = []
         self._spawned_as: tuple[int, int] | None = (
-            None  # its pid, and the processes that got a copy before it
+            None  # its pid, as a fork of it has another, and the number of copies before it
         )
 
     def moved(self) -> None:

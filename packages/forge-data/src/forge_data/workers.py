@@ -26,8 +26,9 @@ from forge_data._shared.parents import die_with
 from forge_data.protocols import Stream
 from forge_data.reading import Steps, name_instances, read_rows
 
-_TICK_SECONDS = 0.5  # between two looks at a worker that is waited for
-_END_SECONDS = 2.0  # that workers have to end by themselves
+# between two looks at a worker that is waited for: its socket may stay open after its end
+_TICK_SECONDS = 0.5
+_END_SECONDS = 2.0  # that workers have to end by themselves, before they are killed
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class WorkerLoss:
     worker: int
     pid: int
     cause: str
-    reading: str  # instances and sources
+    reading: str  # instances and sources, as these may be what ended it
 
     def __str__(self) -> str:
         ended = "gave" if self.cause.startswith("no answer") else "was ended by"
@@ -71,7 +72,7 @@ class Workers:
         # It must not refer to `self`, or a loader without users would never be collected.
         self._end = functools.partial(_end, self._workers)
         atexit.register(self._end)
-        self._next = 0  # step that is handed out next
+        self._next = 0  # step that is handed out next: in order, whichever worker answers first
         for step in range(prefetch):
             self._worker_of(step).ask(step)
         self._asked = prefetch
@@ -234,7 +235,9 @@ def _read(stream: Stream, ids: Any) -> list[Any]:
 
 
 def _send_all(channel: socket.socket, answers: queue.SimpleQueue[list[Any]]) -> None:
-    with contextlib.suppress(OSError):  # the other end is closed
+    with contextlib.suppress(
+        OSError
+    ):  # the other end is closed, so that no caller waits for answers
         while True:
             messages.send(channel, answers.get())
 

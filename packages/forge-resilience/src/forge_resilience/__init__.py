@@ -38,7 +38,7 @@ __all__ = [
     "Result", "StopSignal", "Vote", "WatchConfig", "alerts", "chaos", "goodput", "health", "heartbeat", "nonfinite",
     "policy", "read_events", "replicas", "run_local_workers", "sinks", "slurm", "supervise",
 ]  # fmt: skip
-#: Name -> the module below this one that has it.
+#: Name -> the module that has it, imported when the name is first used, so that the package imports none of them.
 _LATE = {
     "Heartbeat": "heartbeat",
     "ReplicaCheck": "replicas",

@@ -16,7 +16,8 @@ from typing import Any
 from forge_resilience._shared.problems import invalid
 
 _INT64 = range(-(2**63), 2**63)
-_TINY, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of fp32
+# normal numbers of fp32, because fp32 gradients are divided by the count
+_TINY, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class Agreement:
 
     def _ranks(self) -> Any:
         """The group to vote in; None for a process that decides by itself."""
-        dist = sys.modules.get("torch.distributed")  # no import, no group
+        # not imported here, because there is no group as long as nothing has imported it
+        dist = sys.modules.get("torch.distributed")
         if self.alone or dist is None or not (dist.is_available() and dist.is_initialized()):
             return self.group
         group = self.group or dist.group.WORLD

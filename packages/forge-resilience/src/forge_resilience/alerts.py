@@ -34,8 +34,9 @@ FOLLOWED = "FORGE_ALERTS"
 """Variable that a process sets for the ranks that it starts, if it follows the journal for them."""
 
 _LOOK_SECONDS = 0.25
-_DRAIN_SECONDS = 30.0  # for what is left to send when the run has ended
-_BACKOFF_SECONDS = 1.0  # doubled after each failed attempt
+# bounds the time that the follower outlives its run, with any number of alerts left to send
+_DRAIN_SECONDS = 30.0
+_BACKOFF_SECONDS = 1.0  # doubled after each failed attempt, up to timeout_seconds
 _MOST_OF_A_KIND = 10  # until the next restart; a run that spikes in each step would send thousands
 _FAILED = "alert_failed"
 _WEBHOOK = re.compile(r"https?://[^/\s]+\S*|\$\w+")
@@ -146,7 +147,8 @@ class _Follower:
         self.state = journal.with_name(journal.name + ".alerts")
         self.offset = self._resume(offset)
         self.sent: Counter[str] = Counter()
-        self.deadline: float | None = None  # once the run has ended
+        # None until the run has ended, as until then only timeout_seconds limits a delivery
+        self.deadline: float | None = None
 
     def _resume(self, offset: int) -> int:
         """Return the offset where the last follower stopped, if it is in this file, else `offset`."""
@@ -165,7 +167,7 @@ class _Follower:
     def _send_new(self) -> None:
         """Send alerts for the events after `offset`, and store the new offset."""
         new: list[tuple[Any, int]] = []
-        # it cannot be read now, or is no regular file
+        # it cannot be read now, so the next look tries again, or it is no regular file
         with contextlib.suppress(OSError, ValueError):
             new += read_log_from(self.journal, self.offset)
         for event, end in new:
@@ -219,7 +221,8 @@ class _Follower:
         try:
             process.communicate(json.dumps(event).encode(), timeout=self._seconds_left())
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its children, too
+            # the process group, because children of the command would outlive it
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return f"took longer than {self.config.timeout_seconds:g} s and was killed"
         return f"ended with code {process.returncode}" if process.returncode else ""
@@ -272,7 +275,8 @@ def sentence(folder: Path, event: dict[str, Any]) -> str:
 
 def _main() -> int:
     """Follow the journal that the first line of stdin names, until stdin closes or the parent is gone."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of the run is the end of stdin
+    # ignored, because a run that gets it too may record more events: its end is the end of stdin
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     order = json.loads(sys.stdin.buffer.readline())
     config = AlertsConfig(**{**order["config"], "events": tuple(order["config"]["events"])})

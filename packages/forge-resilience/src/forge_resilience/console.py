@@ -39,7 +39,7 @@ class ConsoleSink:
     def write(self, row: Mapping[str, Any]) -> None:
         """Show a row."""
         step, seconds, text = row["step"], row["seconds_left"], _describe(row)
-        # unknown before the first step
+        # None before the first step, as no speed is known yet
         left = "?" if seconds is None else str(timedelta(seconds=round(seconds)))
         if self._live is None:
             print(f"step {step}/{self._total_steps}  {text}  left {left}", flush=True)
@@ -69,7 +69,8 @@ def console_mode(
 def _describe(row: Mapping[str, Any]) -> str:
     """The text of a row: loss, learning rate, throughput, memory."""
     val = [] if row["val_loss"] is None else [f"val {row['val_loss']:.4f}"]
-    if row["lr"] is None:  # an evaluation before the first step
+    # an evaluation before the first step, so no step has set the other values
+    if row["lr"] is None:
         return "  ".join(["before training", *val])
     parts = [f"loss {_fixed(row['loss'], 4)}", *val, f"grad {_fixed(row['grad_norm'], 3)}"]
     parts += [f"lr {row['lr']:.2e}", f"{_with_si_prefix(row['tokens_per_second'])} tok/s"]

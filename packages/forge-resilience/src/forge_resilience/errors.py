@@ -15,7 +15,7 @@ from forge_resilience._shared.limits import limit_problem, problems_under
 from forge_resilience._shared.problems import Problem, Shown, WithProblems, problems_of, show
 from forge_resilience.exit_codes import ExitCode
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:
     from forge_resilience.agreement import Agreement
 
 __all__ = [
@@ -35,7 +35,8 @@ class JobError(WithProblems):
     `shared`: every rank of the job raises it, so one of them prints it. `printed`: the text that a parser made of it.
     """
 
-    problems: tuple[Any, ...]  # of whichever package
+    # Any, because each package has a Problem class of its own
+    problems: tuple[Any, ...]
     exit_code = ExitCode.ERROR
     shared = False
     printed = ""
@@ -207,7 +208,7 @@ def raise_reported(reports: Sequence[Report]) -> None:
     first = next(iter(failed.values()))[0]
     known = (ConfigError, DataError, StateError, NumericsError, HardwareError)
     kinds = {kind.exit_code: kind for kind in known}
-    # A dict keeps the order, and a problem that several ranks report once.
+    # A dict, because it keeps the order, and a problem that several ranks report only once.
     problems: dict[str, Problem] = {}
     for rank, (_, *reported) in failed.items():
         for data in reported:

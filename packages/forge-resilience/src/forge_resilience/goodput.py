@@ -26,7 +26,7 @@ __all__ = [
     "mean_time_bounds", "process_start_time", "read_goodput_table",
 ]  # fmt: skip
 
-#: What a second of a run is counted as.
+#: What a second of a run is counted as: one cause each, so that they add up to the time of the run.
 CAUSES = {
     "steps": "steps that the run kept",
     "recompute": "steps that a crash or a rollback undid",
@@ -41,7 +41,8 @@ CAUSES = {
     "idle": "between the end of the run and its extension",
 }
 _OFF = ("down", "queue", "idle")  # nothing runs: no ranks, no GPU hours
-_PAUSES = {"evaluation": "evaluate", "profile": "profile"}  # events of `seconds` without training
+# event -> cause: its `seconds` are not counted as steps, because nothing was trained in them
+_PAUSES = {"evaluation": "evaluate", "profile": "profile"}
 _SAVES = ("save_staged", "save_written", "save", "pause")
 
 
@@ -111,12 +112,16 @@ class _Reader:
     def __init__(self) -> None:
         self.spans: list[Interval] = []
         self.at: int | None = None
-        self.sign = 0  # of life, the newest
+        # newest sign of life, because an attempt that was killed is counted up to it
+        self.sign = 0
         self.ranks = 0
-        self.gap = ""  # cause of the time up to the next attempt; "" while one runs
-        self.captured: dict[int, int] = {}  # step -> when the state was taken that was saved
+        # cause of the time up to the next attempt; "" while one runs, so that the next start tells that it was killed
+        self.gap = ""
+        # step -> when the saved state was taken, because the work after that is lost in a crash
+        self.captured: dict[int, int] = {}
         self.saves: list[float] = []
-        self.last_save: tuple[int, int, float] | None = None  # step, end, seconds; of no pause
+        # (step, end, seconds); only of a save without a `pause` event, else its time would be counted twice
+        self.last_save: tuple[int, int, float] | None = None
         self.paused_at: set[Any] = set()
         self.lives = self.losses = self.stops = self.first = self.step = 0
 
@@ -125,7 +130,7 @@ class _Reader:
         event = _typed(event)
         name, now = event.get("event"), event.get("time")
         if now is None:
-            return  # not of our journal
+            return  # not of our journal, which writes a time into each event
         if name in ("start", "resume"):
             self.begin_life(event, now)
             return
@@ -155,7 +160,8 @@ class _Reader:
             self.undo(self.step)
             return
         elif name in ("stop", "done") and not self.gap:
-            if self.last_save is not None and self.last_save[0] == self.step:  # it was waited for
+            # a save of the last step, so the stop waited for it
+            if self.last_save is not None and self.last_save[0] == self.step:
                 self.interrupt("save", *self.last_save[1:])
                 self.saves.append(self.last_save[2])
             self.add("steps", now)
@@ -176,7 +182,8 @@ class _Reader:
         if self.at is None:
             self.at = began
         else:
-            if not self.gap:  # the previous attempt was killed
+            # without a `stop` or `done` the previous attempt was killed, and its newest sign of life is its end
+            if not self.gap:
                 sign = max(self.sign, reached.get("time", 0))
                 self.add("steps", min(sign, began))
                 self.count_loss()
@@ -430,7 +437,7 @@ def life_fields(
 def process_start_time() -> float:
     """Return the start of this process in seconds since 1970; without /proc, now."""
     ticks = process_start(os.getpid())
-    # the clock of /proc/PID/stat
+    # this clock, because /proc/PID/stat gives the start of a process by it
     up = time.clock_gettime(time.CLOCK_BOOTTIME) if ticks else 0.0
     return time.time() - max(0.0, up - ticks / os.sysconf("SC_CLK_TCK"))
 

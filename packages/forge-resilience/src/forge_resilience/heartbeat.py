@@ -35,11 +35,13 @@ memory."""
 PHASES = ("start", "load", "data", "step", "evaluate", "save", "exit")
 """Phases that watchers know limits for; any other name is legal."""
 _OWNER = "FORGE_HEARTBEAT_OWNER"  # the pid that took the rank's file; a child that inherits it takes none
-_HEAD = struct.Struct("<8sqqQ")  # magic, pid, rank, start of the process
+_HEAD = struct.Struct("<8sqqQ")  # magic, pid, rank, start of the process, as pids are used again
 _MAGIC = b"FORGEHB1"
-_ENTRY = struct.Struct("<QdqI32s")  # number, CLOCK_MONOTONIC, step or -1, steps so far, name
+# number, CLOCK_MONOTONIC because readers on this host have the same clock, step or -1, steps so far, name
+_ENTRY = struct.Struct("<QdqI32s")
 _SLOT, _SIZE = 64, 512
-_MAIN, _BACKGROUND = 64, 192  # where their two slots begin
+# where their two slots begin: two, so that one is complete while the other is written
+_MAIN, _BACKGROUND = 64, 192
 _NO_STEP = -1
 _TRIES = 1000
 

@@ -137,12 +137,15 @@ class _Job:
 
     def __post_init__(self) -> None:
         self.left = list(range(len(self.workers)))
-        self.codes: dict[int, int] = {}  # by number, in the order of their ends
+        # by the number of the worker; a dict, because it keeps the order of their ends
+        self.codes: dict[int, int] = {}
         self.failed: int | None = None
         self.hung = ""
         self.forwarded: set[int] = set()
-        self.last_signal = signal.SIGTERM.name  # that asked workers to end
-        self.next_at: float | None = None  # when those that are left get a harder signal
+        # the last signal that asked workers to end, because the line about a kill names it
+        self.last_signal = signal.SIGTERM.name
+        # when those that are left are killed, or given up after that; None sets no limit
+        self.next_at: float | None = None
         self.killed = False
 
     def run(self) -> None:
@@ -228,7 +231,7 @@ class _Job:
     def _print_line_for(self, ranks: list[int], what: str) -> None:
         for rank in ranks:
             line = f"rank {self.ranks[rank]} (pid {self.workers[rank].pid}) {what}"
-            with contextlib.suppress(OSError):  # a terminal that is gone
+            with contextlib.suppress(OSError):  # a terminal that is gone must not end the job
                 print(line, file=sys.stderr, flush=True)
 
     def _send(self, number: int) -> None:
@@ -238,7 +241,7 @@ class _Job:
 
     def outcome(self) -> ExitStatus:
         """Return the exit status of the job, after `run`."""
-        while not self.events.empty():  # stop signals that came after the last end
+        while not self.events.empty():  # stop signals after the last end are requests, too
             number, value = self.events.get()
             if number is None:
                 self.forwarded.add(value)
@@ -293,7 +296,7 @@ def local_ranks(
     if nproc < 1:
         raise invalid("nproc", "range", nproc, "must be at least 1", "use the number of ranks here")
     with socket.create_server((LOOPBACK, 0)) as listening:
-        # those of an outer torchrun are removed
+        # without those of an outer torchrun, because torch in a rank would follow them
         own = {n: value for n, value in environ.items() if not n.startswith("TORCHELASTIC_")}
         own.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // nproc)))
         port, run = str(listening.getsockname()[1]), secrets.token_hex(8)
@@ -351,7 +354,8 @@ def rank_environs(
 
 def _cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # the cores that a Slurm step or a container grants
+    # the cores that a Slurm step or a container grants, which can be fewer than all
+    if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 

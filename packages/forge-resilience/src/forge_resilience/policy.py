@@ -16,7 +16,8 @@ __all__ = [
 ]  # fmt: skip
 
 _MAX_STEPS = 10**6
-_NONFINITE, _SPIKE, _UNLABELED = 1, 2, 3  # verdicts; 0 is a good step
+# verdicts, 0 for a good step: numbers, because they stay on the device until they are taken
+_NONFINITE, _SPIKE, _UNLABELED = 1, 2, 3
 _MOST_PIECES = 1000
 _COUNTERS = ("rollbacks", "in_a_row", "bad_since")
 
@@ -153,7 +154,8 @@ class NumericsPolicy:
         self.rollbacks = 0
         self._window = None if self.spike.action == "off" else _Window(self.spike)
         self._verdicts: list[Any] = []
-        self._in_a_row = 0  # steps that were not finite, up to the last one that was decided
+        # steps in a row that were not finite, up to the last one that was decided: `nonfinite.limit` bounds them
+        self._in_a_row = 0
         # first step of the bad ones up to there, of either kind; 0 after a good one
         self._bad_since = 0
 
@@ -210,7 +212,8 @@ class NumericsPolicy:
             longest = max(longest, self._in_a_row)
             if answer.action == "none":
                 answer = self._answer(int(verdict), number)
-            elif answer.last == number - 1:  # the same run of bad steps
+            elif answer.last == number - 1:
+                # the same run of bad steps, so one answer covers all of them
                 answer = replace(answer, last=number)
 
         steps = {"skipped": skipped, "spikes": spikes, "unlabeled": unlabeled}
@@ -277,7 +280,8 @@ class _Window:
         self._judged = slice(config.of == "grad_norm", 1 + (config.of != "loss"))
         self._saved: list[list[float]] = [[], []]
         self._values: Any = None  # (2, window) fp32
-        self._count: Any = None  # of values in it, 0-dim int64
+        # of values in it, 0-dim int64: on the device, so that `judge` needs no sync
+        self._count: Any = None
 
     def judge(self, loss: Any, grad_norm: Any, bad: Any) -> Any:
         """1.0 for a spike that is not `bad`; unless `bad`, the values enter the window, those of a spike clamped to its limit."""
@@ -308,7 +312,7 @@ class _Window:
     def fill(self, rows: Sequence[Sequence[float]]) -> None:
         """Put the newest of `rows` into the window in place of what it holds."""
         self._saved = [list(row[-self._size :]) for row in rows]
-        self._values = None  # the device is known when the next step is judged
+        self._values = None  # placed by the next `judge`, as the device is not known before
 
     def _place(self, device: Any) -> None:
         import torch

@@ -35,7 +35,8 @@ def may_supervise() -> bool:
 early_stop = StopSignal(announce=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0")
 
 
-_launcher = 0  # pid of the one that started this rank on this machine
+# pid of our launcher on this machine, because a rank that is to stop early leaves if that is gone; 0 for others
+_launcher = 0
 
 
 def leave_with_launcher() -> Callable[[], None]:

@@ -17,10 +17,11 @@ from forge_resilience.journal import Journal
 __all__ = ["END_SECONDS", "BackgroundSink", "Recorder", "Row", "end_all"]
 
 Row = Mapping[str, Any]
-#: Makes a sink: an object with `write(row)`, and optionally `flush()` and `close()`.
+#: Makes a sink: an object with `write(row)`, and optionally `flush()` and `close()`. A function, because the thread of
+#: the sink makes it.
 Open = Callable[[], Any]
 
-# "save" is a checkpoint that a resume can use.
+# "save" is a checkpoint that a resume can use, so only a commit makes it.
 _SAVE_EVENTS = {name: f"save_{name}" for name in ("staged", "written", "failed")}
 _SAVE_EVENTS["committed"] = "save"
 #: Seconds that the end of a run waits for all sinks together: a service may need some to take the last rows.
@@ -48,8 +49,10 @@ class BackgroundSink:
         self.name = name
         self.dropped = 0
         self._max_rows = max_rows
-        self._sink: Any = None  # of the thread; None when off
-        self._last_flush: threading.Event | None = None  # set once the sink has answered
+        # used only by the thread, so it needs no lock; None when off
+        self._sink: Any = None
+        # set once the sink has answered; until then no other flush waits for it
+        self._last_flush: threading.Event | None = None
         # without a bound of its own: orders must reach the thread after rows that fill it
         self._queue: queue.SimpleQueue[Row | threading.Event | _Reopen | None] = queue.SimpleQueue()
         self._queue.put(_Reopen(open_sink))

@@ -25,7 +25,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LAST_SHIFT = 31
 _MOST_NAMES = 8  # of tensors in an event, whose line must stay readable
-_NO_REPLICAS = ""  # id of the replicas of a tensor that no other rank holds
+# id for a tensor that no other rank holds, so that it is not compared with copies
+_NO_REPLICAS = ""
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     total = torch.tensor(sizes).to(tensors[0].device, non_blocking=True)
 
-    pieces: list[tuple[int, int, Tensor]] = []  # (tensor, position of the first word, words)
+    # (tensor, position of its first word, words): positions are hashed too, so that moved words are found
+    pieces: list[tuple[int, int, Tensor]] = []
     room = _CHUNK
     for i, tensor in enumerate(tensors):
         words = _words(tensor)

@@ -33,7 +33,7 @@ __all__ = [
 
 #: Seconds that wandb may upload at the end of a process; what is left is on the disk, for `wandb sync`.
 _FINISH_SECONDS = 10.0
-#: What MLflow takes in one call, and of one value.
+#: Limits of MLflow: metrics and params that it takes in one call, and characters of one value.
 _METRICS, _PARAMS, _CHARACTERS = 1000, 100, 6000
 #: Bytes of rows that wait in memory while the disk takes none: days of training.
 _MAX_WAITING = 64 * 2**20

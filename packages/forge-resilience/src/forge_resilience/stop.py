@@ -32,7 +32,7 @@ def install_handlers(
         for number in signals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, handler)
-    except BaseException:  # a signal that cannot be caught
+    except BaseException:  # a signal that cannot be caught must leave all handlers as they were
         restore_handlers(before)
         raise
     return before

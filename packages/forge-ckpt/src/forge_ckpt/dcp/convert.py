@@ -30,7 +30,7 @@ from forge_ckpt.manifest import ObjectEntry
 from forge_ckpt.write.writer import Box, write_checkpoint
 
 METADATA = ".metadata"
-_MAX_METADATA_BYTES = 2**28  # torch writes about 160 for each box of each tensor
+_MAX_METADATA_BYTES = 2**28  # bounds the memory: torch writes about 160 for each box of each tensor
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 DCPPath = tuple[str | int, ...]
 
@@ -48,7 +48,8 @@ class Payload:
 class DCPTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], Payload], ...]  # offsets, sizes, bytes
+    # (offsets, sizes, bytes) of each: a sharded tensor has several, because each rank writes its own shard.
+    boxes: tuple[tuple[tuple[int, ...], tuple[int, ...], Payload], ...]
 
 
 @dataclass(frozen=True)

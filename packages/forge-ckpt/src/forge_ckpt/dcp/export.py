@@ -40,9 +40,11 @@ def convert_to_dcp(
                 entry = saved.table.tensors[name]
                 value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             codec.set_element(state, path, value)
-        with new_folder(target) as temporary:  # the writer fsyncs its files
+        # Torch's writer fsyncs the files, as new_folder needs.
+        with new_folder(target) as temporary:
             writer = FileSystemWriter(temporary, single_file_per_rank=False)
-            with warnings.catch_warnings():  # that one process saves is the intent
+            # Torch warns that one process saves, which is intended here.
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 planner = _LazyPlanner(saved, progress)
                 save(state, storage_writer=writer, planner=planner, no_dist=True)

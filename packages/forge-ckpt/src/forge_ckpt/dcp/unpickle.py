@@ -14,8 +14,9 @@ from forge_ckpt import codec
 from forge_ckpt._shared.problems import invalid
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
-_ADMITTED = {  # name in the pickle: name here
+_OLD = "torch.distributed._shard.sharded_tensor.metadata"  # its place until torch 2.2: older pickles name it
+# Name in the pickle: name here; any other is an error, so that a pickle can call nothing else.
+_ADMITTED = {
     **{
         f"{_METADATA} {name}": name
         for name in (

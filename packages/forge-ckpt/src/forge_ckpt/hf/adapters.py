@@ -13,9 +13,9 @@ from forge_ckpt._shared.name_rows import Row, hf_name
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.read.tensors import SavedTensors
 
-#: Names of an adapter's matrices in its layer: A (R, I) and B (O, R) of rank R.
+#: Names of an adapter's matrices in its layer: A (R, I) and B (O, R) of rank R, in the order of PEFT's letters A and B.
 FACTORS = ("lora_a", "lora_b")
-#: A model in the cache of the hub: its name with -- for /, and the commit.
+#: A model in the cache of the hub: its name with -- for /, and the commit, because the path is of this host only.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 
 

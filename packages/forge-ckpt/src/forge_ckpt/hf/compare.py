@@ -16,7 +16,7 @@ from forge_ckpt._shared.problems import invalid
 
 #: Largest difference over the largest logit in fp32: rounding gives 1e-6, another function over 1e-2.
 BOUND = 1e-3
-#: Tokens (2, S), and keywords of our model and of transformers'.
+#: Tokens (2, S), and keywords of our model and of transformers', in two dicts because their names differ.
 Inputs = tuple[Tensor, dict[str, Any], dict[str, Any]]
 
 
@@ -84,7 +84,7 @@ def compare_logits(
         wanted = theirs(tokens, **given).logits
         shown = wanted != torch.finfo(wanted.dtype).min  # Chameleon hides its image tokens
         found = (model(tokens, **ours) - wanted)[shown].abs().max()
-        # nan is larger than any number here
+        # torch.maximum keeps a nan, which Python's max may drop: it then counts as the largest difference
         difference = float(torch.maximum(found, torch.tensor(difference)))
         largest = max(float(wanted[shown].abs().max()), largest)
         sizes.append(f"{' x '.join(map(str, tokens.shape))} tokens{' with images' * bool(ours)}")

@@ -26,7 +26,7 @@ from forge_ckpt._shared.name_rows import Row
 from forge_ckpt._shared.problems import Problem, ProblemError, invalid, problems_of, raise_problems
 
 GROUP = "forge.hf_families"
-#: How far a family is from a model for one misfit: other tensors are farther than another number.
+#: How far one misfit puts a family from a model, as errors name the nearest: other tensors are farther than a number.
 _FAR = {"mixer": 4, "experts": 3, "norm": 2, "block": 2, "feed_forward": 2}
 _BY_HAND = "write rows of your own and use forge_ckpt.hf.save_hf"
 

@@ -64,7 +64,7 @@ def fill_part(model: nn.Module, read: Callable[[str], Tensor], names: Mapping[st
     """
     state = model.state_dict()
     for name, theirs in names.items():
-        if name in state:  # a stage of a pipeline has some
+        if name in state:  # a stage of a pipeline has only some of them
             fill_tensor(name, state[name], read(theirs))
 
 

@@ -25,7 +25,7 @@ _KEPT = (
     *("processor_config.json", "video_preprocessor_config.json"),
 )
 _BESIDE = "beside"
-#: Tensors with a row for each token.
+#: Tensors with a row for each token, so `add_rows` changes their size.
 _OF_TOKENS = ("embedding.weight", "lm_head.weight", "lm_head.bias")
 
 
@@ -46,7 +46,8 @@ class HFModel:
         self.hf = read_json(self.path / "config.json")
         self.family = find_family(self.hf)
         self.configs = self.family.configs_from_hf(self.hf)
-        self._main = next(iter(self.configs))  # the part with embedding and head
+        # The part with embedding and head, as families list it first.
+        self._main = next(iter(self.configs))
         self._sizes: dict[str, int] = {}
         self.untied = self.config.tie_embeddings and has_own_head(
             self.path, self.family.rows_of(self.configs)
@@ -95,7 +96,8 @@ class HFModel:
 
     def keep_beside(self, folder: Path) -> None:
         """Copy the tensors that are no part of the model, for `tensors_beside`. Memory: all of them."""
-        shutil.rmtree(folder / _BESIDE, ignore_errors=True)  # of a start that was killed
+        # A killed start may have left it incomplete.
+        shutil.rmtree(folder / _BESIDE, ignore_errors=True)
         source = HFFolder(
             self.path, optional=["*lm_head.weight"]
         )  # a tied head may be in the index only

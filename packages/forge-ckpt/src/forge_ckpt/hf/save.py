@@ -59,7 +59,7 @@ def save_hf(
         def counted(name: str) -> Tensor:
             nonlocal done
             tensor = read(name)
-            # once, also where several tensors of the folder are made of it
+            # popped, so that it counts once: several tensors of the folder may be made of it
             done += sizes.pop(name, 0)
             progress(done, total)
             return tensor

@@ -14,7 +14,8 @@ from forge_ckpt.errors import corrupt
 from forge_ckpt.files import Directory, file_stamp, os_errors_as_corruption, read_cached
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry, Manifest
 
-_thread = threading.local()  # one scratch block for each reading thread
+# A scratch block for each reading thread, used again so that reads take no new memory.
+_thread = threading.local()
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,13 @@ class LastBlock:
 
 @dataclass(frozen=True)
 class _Piece:
-    begin: int  # in the block
+    begin: int  # in the block, as a segment may begin in one and end in another
     destination: memoryview
     deferred: bool = False
 
 
-_Touched = dict[str, dict[int, list[_Piece]]]  # file -> block -> its pieces
+# File -> block -> its pieces, so that each block is read only once.
+_Touched = dict[str, dict[int, list[_Piece]]]
 _Stamp = tuple[int, ...]
 
 

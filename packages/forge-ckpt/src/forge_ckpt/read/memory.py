@@ -30,7 +30,8 @@ class Arena:
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        runs: list[list[int]] = []  # [first span, start, end, place in memory]
+        # [first span, start, end, place in memory]: a list, because the end grows.
+        runs: list[list[int]] = []
         self._places = [0] * len(spans)
         size = 0
         for i in sorted(range(len(spans)), key=lambda i: spans[i]):
@@ -38,7 +39,7 @@ class Arena:
             # Spans that are as near as two neighboring tensors are read as one: a block full of small tensors is then
             # read into place, and nothing is copied tensor by tensor.
             if not runs or file != spans[runs[-1][0]].file or start > runs[-1][2] + ALIGN:
-                # As aligned as in the file, for views of any dtype.
+                # As aligned as in the file, so that views of any dtype are possible.
                 place = size + (start - size) % ALIGN
                 runs.append([i, start, start, place])
             run = runs[-1]
@@ -69,7 +70,7 @@ _ELEMENT_BYTES = 16  # of complex128, the largest: addresses that are a multiple
 class _Box(NamedTuple):
     name: str
     device: str
-    begin: int  # addresses of the first byte and after the last
+    begin: int  # addresses of the first byte and after the last, to find boxes that overlap
     end: int
     target: torch.Tensor
     source: Any  # its content; None where only the addresses count

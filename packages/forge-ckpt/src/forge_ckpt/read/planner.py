@@ -35,7 +35,8 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=True, flatten_sharded_tensors=False)
         self._values: dict[str, Any] = {}
-        self._owners: dict[str, codec.Path] = {}  # saved name -> path of the leaf that it replaces
+        # Saved name -> path of the leaf that it replaces: one leaf may be rebuilt from several names.
+        self._owners: dict[str, codec.Path] = {}
 
     def set_up_planner(
         self,
@@ -149,7 +150,7 @@ def _tensor_problems(name: str, value: torch.Tensor, saved: Any) -> Iterator[Pro
         yield Problem(key, "mismatch", Shown(here), f"is here what was saved as {there}")
 
 
-#: The target of an object whose ``load_fills`` wants none of the saved paths.
+#: The target of an object whose ``load_fills`` wants none of the saved paths; None is a name not asked for.
 NO_TARGET = object()
 
 
@@ -268,6 +269,6 @@ def _with_saved_slots(
 def _slot_like(parameter: torch.Tensor, saved: TensorEntry | None) -> torch.Tensor | None:
     """Memory for the slot of an optimizer, sharded like its parameter; None to take the saved value."""
     if saved is None or saved.shape != tuple(parameter.shape):
-        return None  # the saved value replaces it
+        return None  # cannot be filled in place, so the saved value replaces it
     # As torch makes slots. zeros_like of a float8 weight is a plain tensor, empty_like a wrapper.
     return torch.zeros_like(parameter, dtype=saved.dtype, requires_grad=False)

@@ -41,8 +41,10 @@ _LARGE = 2**18
 class Staged(NamedTuple):
     """What is verified and not yet in the caller's tensors."""
 
-    in_memory: list[tuple[ReadItem, torch.Tensor]]  # a box to fill and its content, on the CPU
-    direct: list[tuple[ReadItem, torch.Tensor]]  # a box and its tensor, which ``read`` fills
+    # A box and its content on the CPU, which is copied only after all is verified.
+    in_memory: list[tuple[ReadItem, torch.Tensor]]
+    # A box and its tensor, large enough to skip staging memory: ``read`` fills it in place.
+    direct: list[tuple[ReadItem, torch.Tensor]]
     read: Callable[[], None]
 
 

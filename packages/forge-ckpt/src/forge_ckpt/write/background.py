@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 logger = logging.getLogger("forge_ckpt")
-END_SECONDS = 600.0  # that a process which ends waits for its last save
-_NICE = 10  # of the writing threads: they take the processors that training leaves
+# A process that ends waits so long for its last save: another rank may hang for ever.
+END_SECONDS = 600.0
+_NICE = 10  # of the writing threads, so that training gets the processors first
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class SaveHandle(Future[Path]):
     def __init__(self, step: int) -> None:
         super().__init__()
         self.step = step
-        self.was_read = False  # whether a caller knows how the save ended
+        # True once a caller knows how the save ended, so that ``close`` does not report its failure again.
+        self.was_read = False
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Path:
@@ -104,7 +106,8 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self.last: Future[Path] | None = None  # a call of which `wait` has not returned the end
+        # Kept until `wait` has returned how the call ended, so that no failure is lost.
+        self.last: Future[Path] | None = None
         # Before concurrent.futures refuses new work, which the saving thread still has. Private: atexit is later.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_wait_at_exit, weakref.ref(self))
@@ -143,7 +146,8 @@ class BackgroundWriter:
         if last is None or (thread is not None and not thread.is_alive() and not last.done()):
             return None
         try:
-            error = Future.exception(last, seconds)  # not as a caller, who then knows
+            # Not of SaveHandle, whose method notes that a caller knows the error.
+            error = Future.exception(last, seconds)
         except TimeoutError:
             raise TimeoutError(f"the save still runs after {seconds} seconds") from None
         if thread is not None:

@@ -36,7 +36,7 @@ class BlockFile:
         self._digests: list[str] = []
         self._block = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         self._used = 0
-        self._size = 0  # of all full blocks before this one
+        self._size = 0  # of the blocks before this one: its offset, as threads write in any order
 
     def append(self, data: memoryview) -> int:
         """Add ``data``, aligned; returns its offset. Raises OSError when a write fails."""
@@ -112,6 +112,7 @@ class BlockFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._direct = None  # the file opened so, but takes no such writes
+            # The file system opens it so, but takes no such writes: try no more.
+            self._direct = None
             return False
         return True

@@ -87,7 +87,8 @@ def choose_writers(proposals: Sequence[Proposal]) -> dict[Key, int]:
     that is of another shape, dtype or kind on another rank: only one of them would be stored.
     """
     holders: dict[Key, list[int]] = {}
-    found: dict[str, tuple[str, int]] = {}  # {name: what it is on its first rank}
+    # {name: (what it is, its first rank)}: an error names both ranks.
+    found: dict[str, tuple[str, int]] = {}
     for rank, proposal in enumerate(proposals):
         for item in proposal.items:
             described = _described(item)
@@ -112,7 +113,7 @@ def choose_writers(proposals: Sequence[Proposal]) -> dict[Key, int]:
             name, offset = key = key_of(item)
             if key in writer:
                 continue
-            # The rank that writes the first name of this memory, if it is planned already.
+            # The rank that writes the first name of this memory, if it is planned already: so it is stored only once.
             tied = writer.get((proposal.ties.get(name, ""), offset))
             if item.type == WriteItemType.BYTE_IO:
                 writer[key] = holders[key][0]

@@ -24,7 +24,7 @@ from forge_ckpt.write.writer import ForgeWriter
 logger = logging.getLogger("forge_ckpt")
 Content = Callable[[], dict[str, Any]]
 Metrics = Mapping[str, float] | None
-# (group, step, reason) -> whether the step was there; it is quarantined
+# (group, step, reason) -> whether the step was there. Given by the store, as it lists what is quarantined.
 Quarantine = Callable[[RankGroup, int, str], bool]
 
 
@@ -67,10 +67,11 @@ class Saver:
     ) -> None:
         self.events = SaveEvents(options.on_event)
         self._group = group
-        self._writing_group: RankGroup | None = None  # of the background thread
+        # For the background thread, as exchanges of two threads on one group would mix.
+        self._writing_group: RankGroup | None = None
         self._root, self._retention, self._quarantine = root, retention, quarantine
         self._options = options
-        self._failures = 0  # in a row; the same on all ranks
+        self._failures = 0  # in a row; the same on all ranks, so that all raise at the same save
         self._background = BackgroundWriter()
         self._plans = SavePlans()
         self._staging = StagingArea(options.staging_gib)
@@ -129,7 +130,7 @@ class Saver:
         for_cuda = any(piece.tensor.is_cuda for piece in pieces)
 
         def reserve() -> Path:
-            # of one rank; the save meets it again, with all of them
+            # an error of one rank; the save meets it again, and then all ranks learn of it
             with contextlib.suppress(Exception):
                 self._staging.reserve(size, for_cuda)
             return self._root

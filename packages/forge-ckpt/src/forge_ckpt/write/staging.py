@@ -29,7 +29,8 @@ class StagingArea:
 
     def __init__(self, limit_gib: float | None = None) -> None:
         self._limit_gib = limit_gib
-        self._memory: torch.Tensor | None = None  # (bytes,) uint8
+        # (bytes,) uint8; kept between saves, as fresh pages cost time.
+        self._memory: torch.Tensor | None = None
         self._pinned = self._for_cuda = False
         self._copied: list[torch.cuda.Event] = []
         self._size = 0
@@ -89,10 +90,10 @@ class StagingArea:
         """Queue the copying on a stream of its own; the event is recorded after the last piece."""
         device = pieces[0].tensor.device
         stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
-        stream.wait_stream(current)  # the kernels that compute the values
+        stream.wait_stream(current)  # else it copies before the values are computed
         with torch.cuda.stream(stream):
             _copy(pieces, memory, True)
-        current.wait_stream(stream)  # the kernels that change or reuse their memory
+        current.wait_stream(stream)  # else later kernels change the memory before it is copied
         return stream.record_event()
 
 
@@ -153,7 +154,7 @@ def _host_memory(size: int) -> torch.Tensor:
     """(size,) uint8 in anonymous memory, in huge pages where the system has them: 512 times fewer page faults."""
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel may have none: small pages only take longer
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -28,7 +28,7 @@ from forge_ckpt.write.blocks import BlockFile
 from forge_ckpt.write.planner import FileLayout, ForgeSavePlanner, lay_out
 from forge_ckpt.write.staging import host_views
 
-_Location = tuple[str, int, int]  # file, first byte, number of bytes
+_Location = tuple[str, int, int]  # file, start, length: the last fields of a Chunk, in its order
 
 
 class ForgeWriter(StorageWriter):

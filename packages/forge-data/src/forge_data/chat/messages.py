@@ -31,7 +31,8 @@ __all__ = [
 
 _JSONL = (".jsonl", *(f".jsonl{packed}" for packed in COMPRESSIONS))
 _PLAIN = (*_JSONL, ".parquet")
-_SAVED_SET = "dataset_info.json"  # next to the .arrow files that `datasets` saves
+# `datasets` saves it next to its .arrow files, which are looked for only with it
+_SAVED_SET = "dataset_info.json"
 ROLES = ("assistant", "developer", "function", "ipython", "system", "tool", "user")
 _BODIES = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 

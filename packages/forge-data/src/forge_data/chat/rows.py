@@ -110,7 +110,7 @@ def _write(
                 writer.add([ids])
                 file.write(weights.astype("<f4").tobytes())
 
-                # the first token of a conversation is no label
+                # the first token of a conversation is no label, as no token predicts it
                 counts[UNTRAINED] += not weights[1:].any()
                 counts[TRAINED_TOKENS] += int((weights[1:] > 0).sum())
                 counts["with_specials"] += holds_specials
@@ -135,7 +135,8 @@ def offsets_digest(rendered: Rendered) -> str:
 def cut_to_nothing(rendered: Rendered, seq_len: int) -> np.ndarray:
     """Conversations (N,) of more than `seq_len` tokens whose first `seq_len` have no label."""
     long = np.flatnonzero(rendered.lengths > seq_len)
-    starts = np.asarray(rendered.tokens.documents)[long] + 1  # the first token is no label
+    # the first token is no label: nothing predicts it
+    starts = np.asarray(rendered.tokens.documents)[long] + 1
     found = [not rendered.weights[start : start + seq_len - 1].any() for start in starts]
     cut: np.ndarray = long[np.asarray(found, bool)]
     return cut
@@ -162,7 +163,8 @@ class ChatStream:
         self._rendered, self._source = rendered, dict(fingerprint)
         kept = np.setdiff1d(np.arange(len(rendered.lengths)), left_out)
         self._lengths = np.minimum(rendered.lengths, seq_len)  # (conversations,)
-        self.counts = self._counts(kept)  # conversations, tokens and labels of an epoch
+        # conversations, tokens and labels of an epoch: fewer than the cache has, where some are too long
+        self.counts = self._counts(kept)
         plan = plan_rows(self._lengths[kept], seq_len, "best_fit")
         self._rows, self._conversations = plan.rows, kept[plan.documents]
         self.utilization = plan.utilization
@@ -215,7 +217,8 @@ class ChatStream:
         taken = np.zeros_like(lengths)
         taken[kept] = self._lengths[kept]
         starts = np.asarray(self._rendered.tokens.documents)
-        firsts, stops = starts + np.maximum(taken, 1), starts + lengths  # the first is no label
+        # the first token is no label: nothing predicts it
+        firsts, stops = starts + np.maximum(taken, 1), starts + lengths
         cut = np.flatnonzero(taken < lengths)
         lost = sum(int((weights[firsts[i] : stops[i]] > 0).sum()) for i in cut)
         return len(kept), int(taken.sum()), int(self._rendered.counts[TRAINED_TOKENS]) - lost
@@ -228,7 +231,8 @@ class ChatStream:
             length = int(self._lengths[conversation])
             here, labels = slice(place, place + length), slice(place, place + length - 1)
             ids = self._rendered.tokens.read(start, start + length)
-            weights = self._rendered.weights[start + 1 : start + length]  # of the labels
+            # one later than the ids, as labels are shifted
+            weights = self._rendered.weights[start + 1 : start + length]
             out["tokens"][here] = ids
             out["labels"][labels] = np.where(weights > 0, ids[1:].astype(np.int64), IGNORE)
             out["weights"][labels] = weights

@@ -44,7 +44,8 @@ __all__ = ["Conversations", "open_header", "open_source"]
 CHAT_VERSION = 2  # part of every fingerprint: raise it whenever a row would change
 _RENDERING = 4  # of the cache: raise it where the same files get other tokens, weights or counts
 _EXAMPLES = 3
-_DONE = {"truncate": "cut to it", "skip": "left out"}  # to conversations that are too long
+# what a line says of conversations that are too long; the third choice raises
+_DONE = {"truncate": "cut to it", "skip": "left out"}
 
 
 class Conversations:
@@ -191,7 +192,7 @@ def open_header(config: SourceConfig) -> Header:
     header.vocab_size, header.max_token_id = template.vocab_size, template.vocab_size - 1
     entry = _entry(config.path or "", config.chat, _fingerprint(template, files, config.split))
     if entry.folder.is_dir():
-        # a damaged entry will be written again
+        # a damaged entry raises nothing here, as it will be written again
         with contextlib.suppress(InvalidData, OSError, ValueError, KeyError):
             tokens = TokenFiles(entry.folder, verify="off")
             header.num_tokens = tokens.num_tokens
@@ -200,7 +201,7 @@ def open_header(config: SourceConfig) -> Header:
                 tokens.num_documents,
                 tokens.num_tokens,
                 counts[TRAINED_TOKENS],
-            )  # language: a key of chat.json
+            )  # language: a key of chat.json, as caches on disk have it
             header.known = _summary(whole, counts)
             if done := _DONE.get(config.chat.too_long):
                 header.known += f"; conversations of more than seq_len tokens are counted whole, and {done} when a run starts"

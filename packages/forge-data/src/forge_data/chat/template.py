@@ -34,13 +34,14 @@ from forge_data.kinds import ChatConfig
 __all__ = ["ChatTemplate"]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_MAX_TEMPLATE = 1 << 20  # bytes
-_OWN = ("role", "content", "weight")  # keys of messages that are read in any case
+_MAX_TEMPLATE = 1 << 20  # bytes; a larger file is taken for a mistake and not read
+# forge-data itself reads these keys, so that no template decides about them
+_OWN = ("role", "content", "weight")
 _NOT_OF_TEMPLATES = frozenset((*_OWN, *MEDIA, *WEIGHTS))
 _ASKED, _SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-#: Short conversations that show how a template ends answers and calls of tools.
+#: Short conversations that show how a template ends answers and calls of tools; several, as some take no tools.
 _TALKS: tuple[list[dict[str, Any]], ...] = (
     [_ASKED, _SAID, _ASKED, _SAID],
     [_ASKED, _SAID],
@@ -57,12 +58,13 @@ class ChatTemplate:
     """
 
     def __init__(self, config: ChatConfig) -> None:
-        assert config.tokenizer is not None  # a rule of SourceConfig
+        assert config.tokenizer is not None  # SourceConfig raises for conversations without one
         self.config = config
         self.folder = user_path(config.tokenizer)
         self.tokenizer = _load(self.folder)
 
-        self.template: str | None = None  # of the file, or that of the tokenizer's folder
+        # with None transformers takes that of the tokenizer's folder
+        self.template: str | None = None
         if config.template is not None:
             try:
                 self.template = read_regular(
@@ -83,7 +85,8 @@ class ChatTemplate:
             if token.special
         }
         self._specials, self._special_ids = tuple(special.values()), [*special]
-        self._read: dict[tuple[str, str], bool] = {}  # by role and key
+        # by role and key: found once, as it costs renderings
+        self._read: dict[tuple[str, str], bool] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -108,7 +111,7 @@ class ChatTemplate:
         name, asked = self.tokenizer.bos_token, [_ASKED]
         try:
             text = self._text(Conversation("a question", asked, [1.0], None), 1, False)
-        except InvalidData:  # a template of another form
+        except InvalidData:  # the template fails on this question, so that its begin is not known
             return {}
         return {"bos": [name]} if name and text.startswith(name) else {}
 
@@ -122,10 +125,11 @@ class ChatTemplate:
         plain = copy.copy(self)
         for messages in _TALKS:
             talk = Conversation("a short conversation", messages, [1.0] * len(messages), None)
-            # templates that forget earlier answers take the last one
+            # templates that forget earlier answers raise for "assistant", so that "last" is tried, too
             for train_on in ("assistant", "last")[self.config.train_on == "last" :]:
                 plain.config = replace(self.config, train_on=train_on)  # type: ignore[arg-type]
-                with contextlib.suppress(InvalidData):  # a template without tools, or of one turn
+                # raised by templates without tools, or of one turn
+                with contextlib.suppress(InvalidData):
                     found |= {end: None for end in plain.encode_answers(talk)[2] if end is not None}
                     break
         return [str(name) for name in self.tokenizer.convert_ids_to_tokens([*found])]
@@ -347,7 +351,8 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 messages, tools=c.tools, chat_template=self.template, **options
             )
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:
+            # a template raises what it likes, so that no other class covers it
             message = (str(error).splitlines() or [type(error).__name__])[0]
             rule = f"does not take its first {len(messages)} messages ({message:.200})"
             where, fix = c.place, "correct them, or the template"
@@ -396,7 +401,7 @@ def _load(folder: Path) -> Any:
         raise invalid_data("tokenizer", "not_found", name, rule, fix)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # of many kinds, by what is missing
+    except Exception as error:  # transformers raises errors of many kinds, by what is missing
         message = (str(error).splitlines() or [type(error).__name__])[0]
         rule, fix = f"must be a folder that transformers loads ({message:.200})", "save it again"
         raise invalid_data("tokenizer", "not_loaded", name, rule, fix) from None

@@ -15,7 +15,7 @@ from forge_data._shared.problems import invalid
 from forge_data.errors import invalid_data
 
 __all__ = ["COMPRESSIONS", "files_below", "open_bytes"]
-#: Ending of a file name -> name of the format.
+#: Ending of a file name -> name of the format, as errors call it.
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
 _CHUNK = 1 << 13  # packed bytes at a time: what they unpack to is held whole
 _BUFFER = 1 << 17

@@ -23,7 +23,8 @@ class TextOfJson(Json):
     _file = ""
 
     def _generate_tables(self, *args: Any, **lists: Any) -> Iterator[Any]:
-        for name in ("files", "files_iterables"):  # of datasets 4, of later ones
+        # datasets 4 has the first name, later ones the second
+        for name in ("files", "files_iterables"):
             if name in lists:
                 lists[name] = [self._noted(files) for files in lists[name]]
         yield from super()._generate_tables(*args, **lists)

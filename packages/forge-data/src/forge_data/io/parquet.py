@@ -15,7 +15,7 @@ from forge_data.io.text_column import check_column, no_text
 
 __all__ = ["open_parquet", "read_parquet", "row_group_bytes"]
 
-_ROWS = 256  # rows that are Python strings at one time
+_ROWS = 256  # rows that are Python strings at one time: bounds their memory
 
 
 def read_parquet(
@@ -34,7 +34,7 @@ def read_parquet(
     with _opened(path, column) as file:
         metadata = file.metadata
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-        # Reports are in bytes of the file, in proportion to the row group.
+        # The sizes of row groups are of unpacked bytes, and reports are in bytes of the file.
         scale = path.stat().st_size / max(1, sum(sizes))
 
         first, stop = part or (0, len(sizes))

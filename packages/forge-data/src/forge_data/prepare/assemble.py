@@ -18,8 +18,9 @@ from forge_data.tokens.writer import TokenWriter
 
 __all__ = ["QUANTILES", "SplitStatistics", "assemble", "find_duplicates"]
 
-QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)  # of the lengths of documents
-_DROPPED = -1  # in place of the number of a writer
+# of the lengths of documents: most of them near the ends, to show outliers
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+_DROPPED = -1  # in place of the number of a writer, which is at least 0
 
 
 def assemble(

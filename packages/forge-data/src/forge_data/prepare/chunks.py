@@ -27,11 +27,13 @@ from forge_data.tokens.writer import smallest_dtype
 
 __all__ = ["ROW", "ChunkFile", "Counts", "chunk_path", "write_chunk"]
 
-#: A document: digest of its text (blake2b, 128 bits), tokens with those that begin and end it, bytes of its text.
+#: A document: digest of its text (blake2b, 128 bits), to find copies, tokens with those that begin and end it, bytes
+#: of its text.
 ROW = np.dtype([("digest", "V16"), ("tokens", "<i8"), ("bytes", "<i8")])
 _MAGIC = b"FRGUNIT1"
-_TAIL = struct.Struct("<Q8s")  # bytes of the footer, magic
-_BATCH = 1 << 20  # characters that are tokenized in one call
+# bytes of the footer, magic: of fixed size, so that a file can be read from its end
+_TAIL = struct.Struct("<Q8s")
+_BATCH = 1 << 20  # characters that are tokenized in one call: bounds the memory of a tokenizer
 _AT_ONCE = 1 << 20  # tokens, or bytes, per read: bounds the memory of a merge
 
 

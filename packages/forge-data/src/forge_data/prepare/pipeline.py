@@ -147,7 +147,8 @@ def prepare(
 
     work = ChunkFolder(target.absolute())
     if not work.begun():
-        _check_output(target, paths, overwrite)  # before anything is made
+        # before anything is made, so that an error leaves nothing
+        _check_output(target, paths, overwrite)
     work.check_folder()
 
     with work.locked_for(None if shard is None else shard[0]):
@@ -188,7 +189,7 @@ def merge(
     raise_problems("", path_problems(target, "output"))
     work = ChunkFolder(target.absolute())
     if not work.begun():
-        work.plan()  # raises
+        work.plan()  # raises, as there is no plan to read
     work.check_folder()
     with work.locked_for(None):
         if (statistics := work.finished()) is not None:

@@ -22,7 +22,7 @@ __all__ = ["Chunk", "FileRange", "Plan", "Settings", "changed_meanwhile", "make_
 _VERSION = 1  # of chunk files: raise it when a file would give other documents, so that old chunks are not used
 SMALLEST, LARGEST = 1 << 20, 1 << 26  # bytes of text in a chunk: what a kill can lose per worker
 _CHUNKS = 64  # of small inputs, so that all workers get some
-_UNPACKED_RATIO = 4  # text in a packed file, of its size; a guess
+_UNPACKED_RATIO = 4  # text in a packed file, of its size: a guess, as only unpacking it would tell
 _LINE_END = {"line": re.compile(rb"\n"), "blank_line": re.compile(rb"\n\r?\n")}
 _SCAN = 1 << 16
 
@@ -163,7 +163,7 @@ def make_plan(files: Sequence[Path], settings: Settings, shards: int = 1) -> Pla
 
 def _key(settings: Settings, identities: Sequence[Any]) -> str:
     tokenizer = {name: settings.tokenizer.get(name) for name in ("name", "eos", "fingerprint")}
-    if "bos" in settings.tokenizer:  # older plans have none
+    if "bos" in settings.tokenizer:  # older plans have none, and their keys must stay as they are
         tokenizer["bos"] = settings.tokenizer["bos"]
     content = [_VERSION, tokenizer, settings.document, settings.text_field, list(identities)]
     if settings.ignore_keys or settings.strict:  # without them a chunk may be of an older version

@@ -39,7 +39,7 @@ _TAR = (".tar", ".tgz", ".tbz2", ".txz", ".tzst", *(f".tar{packed}" for packed i
 #: Endings of names that are looked for in folders. What is .json there often describes the others; packed, it is lines.
 _PACKED_ENDINGS = tuple(text + packed for text in (*_ENDINGS, ".json") for packed in COMPRESSIONS)
 SUFFIXES = (*_ENDINGS, *_PACKED_ENDINGS, ".parquet")
-#: First bytes of supported formats -> name and the ending that names them.
+#: First bytes of supported formats -> name and ending: under another ending they would be read as something else.
 _READ = {
     b"PAR1": ("parquet", ".parquet"),
     b"\x1f\x8b": ("gzip", ".gz"),
@@ -47,19 +47,19 @@ _READ = {
     b"BZh": ("bzip2", ".bz2"),
     b"\xfd7zXZ": ("xz", ".xz"),
 }
-#: First bytes of formats that are often tried, and the way to make text of them.
+#: First bytes of formats that are often tried, and the way to make text of them, which the error tells.
 _NOT_READ = {
     b"ARROW1": ("Arrow", "write its text column as parquet or .jsonl"),
     b"PK\x03\x04": ("zip", "unpack it with unzip"),
     b"%PDF": ("PDF", "extract its text, for example with pdftotext"),
 }
-SLICE = 1 << 20  # characters of a slice when the whole file is one document
+SLICE = 1 << 20  # characters of a slice when the whole file is one document: bounds memory
 _LONGEST_FIELD = (
     2**31 - 1
 )  # in characters; the default of csv, 131,072, would reject long documents
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json makes one character of a pair
-_HEAD = 4096  # bytes that identify other formats
-_REPORT = 1 << 16  # characters between two reports
+_HEAD = 4096  # bytes that identify other formats: a tar has its mark at byte 257
+_REPORT = 1 << 16  # characters between two reports, so that short documents do not each cost one
 
 
 #: What the ending of a name stands for. Another one also needs an ending in `format_of` and `_ENDINGS`, a reader in

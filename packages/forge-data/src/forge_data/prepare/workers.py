@@ -22,7 +22,7 @@ from forge_data.workers import processes
 
 __all__ = ["run_chunks"]
 
-_DEATHS = 2  # of workers at one chunk, before the chunk is given up
+_DEATHS = 2  # of workers at one chunk, before it is given up: it may be what ends them
 _log = logging.getLogger("forge_data")
 
 
@@ -179,7 +179,8 @@ def _work(
     # Ctrl-C comes to all processes of a terminal: the parent ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
+    # each worker is one thread, as there are several workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
     while True:
         try:

@@ -13,7 +13,7 @@ from forge_data.errors import invalid_data
 from forge_data.tokenizer import ByteTokenizer
 from forge_data.tokens.format import check_range, check_split
 
-_EVERY = 16  # one topic of this many is held out
+_EVERY = 16  # one topic of this many is held out, so that most of a small text is trained
 
 
 class TokensInMemory:

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SetPieces", "StreamedSet", "check_source", "open_header", "open_source"]
 
-_STREAMED_ROWS = 256  # of one read of the library
+_STREAMED_ROWS = 256  # of one read of the library: bounds its memory
 # Bytes at the start and the end of a file that its digest covers: the footer of parquet.
 _ENDS = 1 << 16
 # Bytes of all files up to which the digests cover them in full: a second of one core.
 _WHOLE = 1 << 30
-_NAMED_FILES = 64  # in a fingerprint; of more the digest of all
-_ROWS, _CHARACTERS = 1024, 1 << 22  # of a batch that is tokenized in one call
+_NAMED_FILES = 64  # in a fingerprint; of more the digest of all, so that it stays short
+_ROWS, _CHARACTERS = 1024, 1 << 22  # of a batch that is tokenized in one call: bounds its memory
 
 
 class StreamedSet:
@@ -137,7 +137,8 @@ class SetPieces:
                 row += table.num_rows
         except (MemoryError, InvalidData):
             raise
-        except Exception as error:  # classes of the library, of arrow, of the network
+        except Exception as error:
+            # errors of the library, of arrow, of the network have no other class in common
             reason = " ".join(str(error).split()) or "no reason given"
             rule = f"must be readable after row {row}, and is not ({type(error).__name__}: {reason[:200]})"
             where, fix = self._where(piece), "copy the file again"
@@ -186,7 +187,7 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
         found = builder.as_streaming_dataset(split=split)
         features = builder.info.features or {}
         check_other_columns(config, features or found.features or {}, 1)
-        # Parquet: other columns are not read.
+        # Parquet can leave out the other columns, so that they cost no read.
         if (
             getattr(builder.config, "columns", _STREAMED_ROWS) is None
             and table.text_field in features

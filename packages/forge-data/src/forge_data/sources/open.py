@@ -58,7 +58,7 @@ def open_source(config: SourceConfig) -> Any:
     if config.name == "builtin":
         return BuiltinCorpus(config.split)
     if config.name == "tokens":
-        assert config.path is not None  # a rule of SourceConfig
+        assert config.path is not None  # SourceConfig raises for token files without one
         return TokenFiles(config.path, config.dtype, config.split, config.verify)
     if config.name in _MODULES:
         return importlib.import_module(_MODULES[config.name]).open_source(config)

@@ -131,7 +131,8 @@ class Header:
         self.max_token_id = tokenizer.vocab_size - 1
         self.num_tokens: int | None = None
         self.ends = describe_ends(tokenizer)
-        self.known = ""  # summary of the source, if the cache has it
+        # summary of the source; empty unless the cache has it, as nothing else is counted
+        self.known = ""
 
     def summary(self) -> str:
         """One line about the source."""

@@ -126,7 +126,8 @@ class TokenFiles:
             check_digest(tokens, sidecar.sha256[TOKENS])
         except InvalidData:
             if self._blocks is not None:
-                self._blocks.touch_all()  # raises InvalidData with the damaged block
+                # raises InvalidData with the damaged block, which the digest of the file does not tell
+                self._blocks.touch_all()
             raise
         self._blocks = None
 
@@ -253,7 +254,8 @@ def resolve_split(path: Path, split: str) -> Path:
 
     path = folder_of_split(path, split, f"{PREPARE_AGAIN} --validation_every 20")
     if path.name == TOKENS and (path.parent / SIDECAR).is_file():
-        return path.parent  # the file inside a prepared folder: use its sidecar
+        # the file inside a prepared folder, whose sidecar has its type and digests
+        return path.parent
     return path
 
 

@@ -60,7 +60,7 @@ class Sidecar:
     num_tokens: int
     num_documents: int
     max_token_id: int
-    sha256: dict[str, str]  # file name -> digest
+    sha256: dict[str, str]  # file name -> digest, to find damage when the files are read
     block_bytes: int | None = None
 
     def write(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ def _classes(hint: Any) -> tuple[type, ...]:
     return tuple(get_origin(kind) or kind for kind in kinds)
 
 
-#: The classes of each value that every sidecar has.
+#: The classes of each value that every sidecar has; `block_bytes` may be missing, as some folders have no blocks.bin.
 _TYPES = {n: _classes(h) for n, h in get_type_hints(Sidecar).items() if n != "block_bytes"}
 
 
@@ -272,7 +272,8 @@ def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
     """Raise InvalidData unless documents (num_documents,) rise from 0 to under `num_tokens`."""
     found = (0, "must be 0") if documents[0] != 0 else None
     for first in range(0, len(documents), _OFFSETS_AT_ONCE):
-        part = documents[first : first + _OFFSETS_AT_ONCE + 1]  # each overlaps the next by one
+        # each overlaps the next by one, so that all neighbors are compared
+        part = documents[first : first + _OFFSETS_AT_ONCE + 1]
         falls = np.flatnonzero(part[1:] <= part[:-1])  # not a difference, which could overflow
         if falls.size and not found:
             i = first + int(falls[0]) + 1

@@ -29,7 +29,7 @@ _BLOCK = 1 << 22  # ids per read: bounds the memory of a check
 _VALIDATION = re.compile("(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
 _OTHER = re.compile("(?<![a-z])(test|dev)(?![a-z])", re.IGNORECASE)
 _TRAIN = re.compile("(?<![a-z])train(?![a-z])", re.IGNORECASE)
-_THREADS = 4  # that hash files side by side
+_THREADS = 4  # that hash files side by side, as hashlib releases the GIL while it does
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,8 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
         files = _files(path, suffix)
         held_out = [file for file in files if _VALIDATION.search(file.stem)]
         rest = [file for file in files if file not in held_out]
-        trained = [file for file in rest if _TRAIN.search(file.stem)]  # next to test.bin
+        # if there are any, test.bin next to them is left out
+        trained = [file for file in rest if _TRAIN.search(file.stem)]
         if not trained:
             other = [file for file in rest if _OTHER.search(file.stem)]
             trained = [file for file in rest if file not in other]

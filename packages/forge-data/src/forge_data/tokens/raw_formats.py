@@ -27,7 +27,8 @@ from forge_data.tokens.raw import IdShards, Shard, find_shards
 
 __all__ = ["open_megatron", "open_nanogpt", "open_npy"]
 
-_NANOGPT_FORMATS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # magic: version, type
+# magic: version, type, as llm.c writes them
+_NANOGPT_FORMATS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
 _HEADER_WORDS = 256
 _NPY_HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -183,7 +184,8 @@ def _open_index(index: Path) -> tuple[Shard, np.ndarray]:
     shard = Shard(tokens, _INDEX_TYPES[code], 0, count)
     shard.check_size()
     inside = np.asarray(first[:-1])
-    starts = np.unique(np.asarray(pointers[inside[inside < sequences]]) // item)  # no empty ones
+    # unique, as an empty one begins where the next does
+    starts = np.unique(np.asarray(pointers[inside[inside < sequences]]) // item)
     return shard, starts[starts < count]
 
 

@@ -78,7 +78,8 @@ def _storm(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
         time.sleep(max(0.0, begin + number * 0.0019 - time.monotonic()))
 
 
-#: Faults of processes by name. "rank" is drawn by the schedule, "launcher" is the command itself.
+#: Faults of processes by name. "rank" is one that the schedule draws, so that a seed repeats it; "launcher" is the
+#: command itself.
 PROCESS_KINDS: dict[str, ProcessKind] = {
     "kill_rank": _signal_rank(signal.SIGKILL),
     "kill_all": ProcessKind(_kill_all),
@@ -179,7 +180,8 @@ def _dangling_latest(path: Path, draw: random.Random) -> None:
     latest.symlink_to(draw.choice(["nowhere", "latest", "/etc"]))
 
 
-#: Faults of storage by name: `kind(path, random)` for one file, which may also mean the folder that holds it.
+#: Faults of storage by name: `kind(path, random)` draws from `random`, so that a seed repeats the damage. A fault of
+#: one file may also hit the folder that holds it.
 FILE_KINDS: dict[str, Callable[[Path, random.Random], None]] = {
     "flip_bit": _flip_bit,
     "zero_page": _zero_page,

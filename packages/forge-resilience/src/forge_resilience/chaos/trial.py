@@ -29,10 +29,12 @@ from forge_resilience.heartbeat import FOLDER, HeartbeatRecord, read_heartbeats
 
 ASYNC_SAVE = "async_save"
 _POLL_SECONDS = 0.0002  # half a millisecond would miss phases
-_START_SECONDS = 3.0  # of a start that has not been seen yet
+# assumed, because a fault in a start is timed before the first heartbeat can be seen
+_START_SECONDS = 3.0
 _MARK = "FORGE_CHAOS_LIFE"
 _MAX_TRIES = 5
-_ORPHAN_SECONDS = 15.0  # that processes of an attempt may take to follow its command
+# for processes of an attempt to follow its command; those that live longer count as orphans
+_ORPHAN_SECONDS = 15.0
 
 
 class Life(Protocol):
@@ -89,7 +91,8 @@ class Injector:
 
     def __init__(self, folder: Path, start_seconds: float = _START_SECONDS) -> None:
         self.folder = folder
-        self.durations = {"start": start_seconds}  # of phases, as seen from outside
+        # seconds of the last time of each phase, so that a fault can wait for a fraction of it
+        self.durations = {"start": start_seconds}
 
     def inject(
         self, life: Life, fault: Fault, kind: ProcessKind, timeout_seconds: float = 60.0
@@ -111,18 +114,17 @@ class Injector:
                 last, begun = now, time.monotonic()
 
             if fault.phase in FIRST and heartbeat is not None and heartbeat.phase not in FIRST:
-                return None  # it comes once
+                return None  # the phase comes once, so waiting longer would be in vain
             if now[0] != fault.phase or (seen < entry and fault.phase != "start"):
                 time.sleep(_POLL_SECONDS)
                 continue
-            if (
-                fault.phase != "start"
-            ):  # the planned fraction of the last time; less after each miss
+            if fault.phase != "start":
+                # the planned fraction of the last time; less after each miss, as the phase had ended before it
                 fraction = fault.fraction / (1 + misses)
                 time.sleep(fraction * min(1.0, self.durations.get(fault.phase, 0.0)))
 
             pid = life.ranks().get(fault.rank) if heartbeat is None else heartbeat.pid
-            if pid is None:  # not started yet
+            if pid is None:
                 time.sleep(_POLL_SECONDS)
                 continue
             injection = self._inject_if_in_phase(life, fault, kind, pid, misses)
@@ -220,9 +222,10 @@ class Trial:
             while queue:
                 fault, tries = queue.pop(0)
                 result = self._inject(fault)
-                if result is None and self._start().poll() is not None:  # it has ended by itself
+                # it has ended by itself, so no fault can be injected any more
+                if result is None and self._start().poll() is not None:
                     break
-                if result is None:  # missed: it does not count, and is repeated
+                if result is None:  # missed: not counted, and repeated up to _MAX_TRIES times
                     queue += [(fault, tries + 1)] * (tries < _MAX_TRIES)
                     continue
 
@@ -296,7 +299,7 @@ class Trial:
             if life.poll() is not None:
                 problem = f"ended with {life.poll()} at the restart"
                 break
-            time.sleep(0.01)  # polling processes
+            time.sleep(0.01)  # polling, as nothing reports a new heartbeat
         self._end()
         return replace(result, problem=problem)
 
@@ -310,14 +313,14 @@ class Trial:
     def _wait_for_end(self, life: CommandLife) -> int | None:
         deadline = time.monotonic() + self._limit
         while life.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)  # polling a process
+            time.sleep(0.005)  # polling, as `poll` does not wait
         return life.poll()
 
     def _count_orphans(self, life: CommandLife) -> int:
         """Processes of the attempt that outlive its command."""
         deadline = time.monotonic() + _ORPHAN_SECONDS
         while (living := life.living()) and time.monotonic() < deadline:
-            time.sleep(0.02)  # polling processes
+            time.sleep(0.02)  # polling, as nothing reports the end of a process that is no child
         return len(living)
 
     def _end(self) -> None:

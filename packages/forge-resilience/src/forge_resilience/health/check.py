@@ -23,7 +23,7 @@ from forge_resilience.journal import read_events
 from forge_resilience.provenance import node_name
 
 MOST_FINDINGS = 32  # in an event, whose line must stay readable
-_WHOLE = 0.9  # of the time limit: clocks of two libraries
+_WHOLE = 0.9  # of the time limit, because the clocks of gloo and Python may differ
 _FIX = "look at these ranks and their nodes (py-spy dump), and run again without them"
 _LIFE = ("start", "resume")
 
@@ -83,7 +83,8 @@ class HealthCheck:
         self._agreement = Agreement(group)
         self._nvml = NvmlProbe.of(self._device)
         self._count = 0
-        self._nodes: dict[int, str] = {}  # by rank, from the last time that all arrived
+        # by rank, from the last time that all arrived, because a rank that is late cannot tell its node
+        self._nodes: dict[int, str] = {}
 
     def run(self) -> list[RankFinding]:
         """Run all probes and return what is not ok, by rank; empty if all is well. Every rank calls it.
@@ -106,7 +107,7 @@ class HealthCheck:
                 token = probes.write_token(self._folder)
 
         name = self._agreement.exchange(token)[0]
-        now = time.time()  # all leave an exchange at about the same moment
+        now = time.time()  # all leave an exchange at about this moment, so clocks can be compared
         row = {"node": node_name(), "time": now, "findings": own}
         row["seen"] = name is None or probes.sees_token(self._folder, name)
         rows = self._agreement.exchange(row)
@@ -198,8 +199,9 @@ def arrived(group: Any = None, timeout_seconds: float = 60.0) -> tuple[Finding, 
         dist.monitored_barrier(group, timeout=limit, wait_all_ranks=True)
     except RuntimeError as error:
         late = [int(n) for n in re.findall(r"[Rr]anks? ([\d, ]+) failed", str(error)) for n in re.findall(r"\d+", n)]  # fmt: skip
-        if time.monotonic() - began < _WHOLE * timeout_seconds:  # no rank was waited for
-            if not late:  # gloo's own words
+        # too early for the time limit, so a rank has ended and none was waited for
+        if time.monotonic() - began < _WHOLE * timeout_seconds:
+            if not late:  # gloo names no rank, so its own words go on
                 raise
             gone = f"rank {', '.join(map(str, late))} has ended"
             raise RuntimeError(f"{gone} (gloo: Connection closed by peer)") from error

@@ -11,7 +11,7 @@ from forge_resilience.health.probes import BROKEN, OK, WARN, Finding
 # Faults of the hardware; others, such as 13 and 31, are mostly a program's (NVIDIA, "XID Errors").
 _HARDWARE_XIDS = {48, 62, 64, 74, 79, 94, 95, 119, 120}
 _SLOWDOWNS = {0x08: "hardware slowdown", 0x20: "heat (software)", 0x40: "heat (hardware)", 0x80: "power brake"}  # fmt: skip
-_MARGIN = 3  # degrees below the temperature at which the GPU slows down
+_MARGIN = 3  # degrees below the slowdown of the GPU, so that the warning comes before it
 _DRAIN = "take the node out of the queue, and have the GPU looked at"
 
 
@@ -103,7 +103,7 @@ class NvmlProbe:
         while self._events is not None:
             try:
                 event = self._library.nvmlEventSetWait_v2(self._events, 0)
-            except self._library.NVMLError:  # a timeout: no event is waiting
+            except self._library.NVMLError:  # a timeout after 0 ms: no event is waiting
                 break
             seen.append(int(event.eventData))
         if self._events is None:

@@ -28,7 +28,7 @@ OK = "ok"
 WARN = "warn"
 MISSING = "missing"
 BROKEN = "broken"
-_WORDS = 2**17  # of 8 bytes in a MiB
+_WORDS = 2**17  # words of 8 bytes in a MiB, as patterns are compared as int64
 _CHUNK = 2**20  # words per comparison: bounds the memory of the probe
 _PATTERNS = (0, -1, 0x5555555555555555, -0x5555555555555556)
 DRAIN = "have the device looked at; until then leave its node out of the queue, or hide it (CUDA_VISIBLE_DEVICES=)"
@@ -129,7 +129,7 @@ def memory_patterns(device: torch.device | str, mib: int | None = None) -> Findi
         mib = min(mib, torch.cuda.mem_get_info(device)[0] // 2**21)
 
     name = _device_name(device)
-    try:  # all that is needed is taken before it is tried
+    try:  # all memory is taken first, so that no later error is for lack of it
         block = torch.empty(mib * _WORDS, dtype=torch.int64, device=device)
         addresses = torch.arange(_CHUNK, device=device)
         expected = torch.empty(_CHUNK, dtype=torch.int64, device=device)
@@ -179,7 +179,8 @@ def disk(folder: str | os.PathLike[str], min_free_bytes: int = 2**30) -> Finding
             file.seek(0)
             same = file.read() == _DATA
     except OSError as error:
-        full = error.errno in _FULL or limit_problem(error)  # no fault of the node
+        # no fault of the node, so only a warning
+        full = error.errno in _FULL or limit_problem(error)
         value, rule = f"{folder}: {error.strerror}", "the folder must take files"
         fix = "free some space" if full else "make it writable"
         return Finding(what, WARN if full else BROKEN, value, rule, fix)
@@ -260,7 +261,7 @@ def sees_token(
                 return True
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.1)  # other nodes' caches of the folder expire
+        time.sleep(0.1)  # until the cache that this node has of the folder expires
 
 
 def shared_folder(folder: str, seen: Sequence[bool], nodes: Sequence[str]) -> list[Finding]:

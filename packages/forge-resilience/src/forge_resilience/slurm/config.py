@@ -13,7 +13,8 @@ from typing import Literal
 from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.problems import Problem
 
-#: Options of sbatch that the script sets or that its loop relies on, and the key to use instead.
+#: Options of sbatch that a config may not have, because the script sets them or its loop relies on them, and the key to
+#: use instead.
 _OF_SBATCH = {
     "--nodes": "nodes", "-N": "nodes", "--ntasks": "tasks_per_node", "-n": "tasks_per_node",
     "--ntasks-per-node": "tasks_per_node", "--cpus-per-task": "cpus_per_task", "-c": "cpus_per_task",
@@ -35,9 +36,9 @@ _TIME = re.compile(
 )
 #: From the signal to the limit beyond the save: Slurm looks at limits once a minute.
 _EARLY_SECONDS = 60
-_SAVE_SECONDS = (0, 65535 - _EARLY_SECONDS)  # the largest of sbatch --signal
+_SAVE_SECONDS = (0, 65535 - _EARLY_SECONDS)  # sbatch --signal takes at most 65535 seconds
 _FROM_0, _FROM_1 = (0, 10**6), (1, 10**6)
-#: Fields of OrchestratorConfig that are flags of `python -m forge_resilience.slurm`.
+#: Fields of OrchestratorConfig that are flags of `python -m forge_resilience.slurm`, so that a script can pass them on.
 FLAGS = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
 
 

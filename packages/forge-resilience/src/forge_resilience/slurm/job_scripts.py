@@ -22,7 +22,7 @@ from forge_resilience.slurm.site import job_warnings, limit_problem
 if TYPE_CHECKING:
     from forge_resilience.supervise.watch import WatchConfig
 
-#: Scripts of a run's jobs, in one folder.
+#: Scripts of a run's jobs: in one folder, so each needs a name of its own.
 _JOB, _ORCHESTRATED, _ORCHESTRATOR = "job.sh", "orchestrated.sh", "orchestrator.sh"
 
 

@@ -101,7 +101,7 @@ class _Orchestrator:
     """Looks at the queue and acts; `state` outlives a kill, the other fields do not."""
 
     script: Path
-    sizes: Sequence[int]  # largest first
+    sizes: Sequence[int]  # largest first, because the first that starts soon is taken
     name: str
     config: OrchestratorConfig
     max_restarts: int
@@ -111,16 +111,18 @@ class _Orchestrator:
 
     def __post_init__(self) -> None:
         self.path = state_path(self.script, self.name)
-        self._seen: tuple[int, str] | None = None  # job and state of the last look
-        self._since = 0.0  # when they were seen first
-        # a larger size that is possible, and since when
+        # (job, state) of the last look, because a change of them begins the waits anew
+        self._seen: tuple[int, str] | None = None
+        self._since = 0.0  # when they were seen first, as `wait_seconds` counts from there
+        # a larger size that is possible, and since when, as a job grows only after `grow_after_seconds` of it
         self._free: tuple[int, float] | None = None
-        self._reported = 0  # the job whose long wait was reported
+        # the job whose long wait was reported, so that no other look reports it again
+        self._reported = 0
         self._is_down = False
 
     def report(self, text: str, event: str | None = None, **fields: Any) -> None:
         """Print a line, and record an event in the journal."""
-        with contextlib.suppress(OSError):  # a full disk, or a closed terminal
+        with contextlib.suppress(OSError):  # a full disk or a closed terminal must not end this
             print(f"{time.strftime('%FT%T')} forge: {text}", file=sys.stderr, flush=True)
         if event is not None and self.journal is not None:
             Journal(self.journal).record(event, **fields)

@@ -12,7 +12,7 @@ from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import FINAL_CODES, ExitCode
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
 
-#: Options of sbatch and salloc for keys of SlurmConfig that may be None.
+#: Options of sbatch and salloc for keys of SlurmConfig; None leaves one out, so that Slurm's default holds.
 _RESOURCES = {
     "--cpus-per-task": "cpus_per_task", "--mem": "memory", "--time": "time_limit", "--partition": "partition",
     "--account": "account", "--qos": "qos", "--mail-user": "mail_user", "--mail-type": "mail_type",

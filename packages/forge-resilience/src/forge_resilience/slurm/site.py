@@ -21,7 +21,8 @@ from forge_resilience.slurm.client import answer, call
 from forge_resilience.slurm.config import SlurmConfig, seconds_of
 
 _FOLDER = "~/.config/forge"
-# A line for each argument: the node, and a checksum of how a file begins, or of the names in a folder.
+# A line for each argument: the node, and a checksum, so that nodes can be compared, of the names in a folder or of the
+# first MiB of a file, as a large one takes long to read.
 _LOOK = """
 for path; do
   if [ -d "$path" ]; then seen=$(ls -A -- "$path" | cksum)

@@ -28,7 +28,8 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     parent = os.getpid()
     others = set(descendants(parent))  # started before, and not ours to end
 
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until both have handlers
+    # until both processes have handlers, else a signal in between would end one of them
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
     pid = os.fork()
     if pid == 0:

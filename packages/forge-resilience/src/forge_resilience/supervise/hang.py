@@ -27,8 +27,9 @@ _STDLIB = sysconfig.get_paths()["stdlib"]
 _WAITS = {"wait", "wait_tensor", "synchronize", "barrier"}
 _WRAPPERS = {"wrapper", "_fn", "inner"}
 _MOST_BYTES = 2**26
-_DEEP = 10  # frames from the top in which a collective is looked for
-#: Of a rank that has written none.
+# bounds the search for a collective to the innermost frames
+_DEEP = 10
+#: Of a rank that has written none, because such a rank is still in its start.
 _NO_HEARTBEAT = HeartbeatRecord(-1, 0, 0, "start", None, 0.0, 0, 0, "", 0.0, 0)
 
 
@@ -83,10 +84,11 @@ def collect_stacks(
     found: dict[int, Stack] = {}
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
-        time.sleep(0.02)  # polling files
+        time.sleep(0.02)  # polling, as nothing reports that a file grows
         for rank, (path, size) in list(waiting.items()):
             text = _read_stacks(path)[size:].decode(errors="replace")
-            if text and text == found.get(rank, Stack("")).text:  # it has stopped growing
+            # it has not grown since the last look, so faulthandler has written all of it
+            if text and text == found.get(rank, Stack("")).text:
                 del waiting[rank]
             elif text:
                 found[rank] = Stack(text)
@@ -251,7 +253,7 @@ def _write_pipe(path: str) -> bool:
     """Ask the flight recorder of a rank for its dump; False if none listens."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # no recorder listens
+    except OSError:  # no pipe, or one without a reader: no recorder listens
         return False
     try:
         return os.write(descriptor, b"1\n") > 0

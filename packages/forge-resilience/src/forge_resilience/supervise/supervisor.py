@@ -116,7 +116,8 @@ def supervise(
     """
     config = config or WatchConfig("restart")
     if journal is not None and user_path(journal).exists():
-        os.close(open_regular(user_path(journal))[0])  # before anything is started
+        # a journal that cannot be opened is an error here, before anything is started
+        os.close(open_regular(user_path(journal))[0])
     environ = dict(os.environ if environ is None else environ)
 
     slot = replace(find_node_slot(nproc, environ), hand_over_port=hand_over_port)
@@ -150,7 +151,7 @@ def _heartbeat_folder(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
         yield folder.absolute()
         return
 
-    path = Path(os.devnull)  # no folder: ranks are not watched
+    path = Path(os.devnull)  # if no folder can be made, ranks run but are not watched
     with contextlib.ExitStack() as stack:
         for memory in [_MEMORY, None] if os.access(_MEMORY, os.W_OK) else [None]:
             try:
@@ -161,7 +162,7 @@ def _heartbeat_folder(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
                 stack.enter_context(locked(made / "lock"))
                 path = made
                 break
-            except OSError as error:  # no memory, no inodes
+            except OSError as error:  # no memory or no inodes: no reason to end the job
                 _print_line(f"no folder for heartbeats: {error}")
         yield path
 
@@ -170,7 +171,7 @@ def _remove_stale(place: Path) -> None:
     """Remove folders of supervisors that were killed: the kernel has released their locks."""
     for folder in files_named(place, _FOLDERS):
         with contextlib.suppress(OSError):
-            if (folder / "lock").exists():  # it is not being made
+            if (folder / "lock").exists():  # else another supervisor may be making it
                 with locked(folder / "lock"):
                     shutil.rmtree(folder)
 
@@ -191,9 +192,10 @@ class _Supervised:
 
     def __post_init__(self) -> None:
         self.environ = self.environ | {FOLDER: str(self.folder)}
-        # stacks of programs that register nothing
+        # so that programs that register nothing write stacks, too, when they are aborted
         self.environ.setdefault("PYTHONFAULTHANDLER", "1")
-        self.environ.pop(_OWNER, None)  # of an outer rank
+        # with that of an outer rank, ranks here would take no heartbeat file
+        self.environ.pop(_OWNER, None)
         self.restarts = 0
         self.best_step = self.best_save = -1
         self.without_progress = 0
@@ -203,7 +205,7 @@ class _Supervised:
 
     def run(self) -> Result:
         """Run attempts until one is the last; return how the job ended."""
-        # between attempts; ranks that run are handed each signal
+        # for a signal between attempts, because ranks that run are handed each one
         with StopSignal(announce=False) as stop:
             while True:
                 outcome = self._run_attempt()
@@ -272,7 +274,7 @@ class _Supervised:
         known = {heartbeat.rank: heartbeat.pid for heartbeat in mine}
         ranks = {rank: known.get(rank, pid) for rank, pid in running.items()}
         if known and self.slot.nproc is None and self.slot.has_all_ranks:
-            ranks = known  # those of the launcher that was run
+            ranks = known  # the command is a launcher, so only heartbeats tell its ranks
         traced = any(procfs.is_traced(pid) for pid in ranks.values())
         late = self.watch.look(mine, ranks, paused=traced)
         return "" if late is None else self._handle_hang(late, ranks, ended)
@@ -349,7 +351,7 @@ class _Supervised:
                 f"with code {code}; look at the cause of the last one: {outcome.cause}"
             )
             self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)
-        elif code not in FINAL_CODES:  # whose meaning says it
+        elif code not in FINAL_CODES:  # a final code says by itself why nothing is started again
             why = why or f"{self.restarts} restarts are used up"
             _print_line(f"not started again: {why}; ended with code {code}")
         return self._result(code, "; the last attempt: ".join(filter(None, (why, cause))))
@@ -411,5 +413,5 @@ class _Supervised:
 
 
 def _print_line(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that is gone
+    with contextlib.suppress(OSError):  # a terminal that is gone must not end the job
         print(f"supervise: {text}", file=sys.stderr, flush=True)

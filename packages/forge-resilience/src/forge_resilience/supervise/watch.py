@@ -106,7 +106,8 @@ class Late:
 class _Seen:
     """The entries of one rank that the watcher has seen."""
 
-    entries: tuple[int, int] = (-1, -1)  # process start, number
+    # (process start, number), because a new process counts from 0 again
+    entries: tuple[int, int] = (-1, -1)
     seconds: float = 0.0
     background: int = -1
     background_seconds: float = 0.0
@@ -133,7 +134,8 @@ class Watch:
         self._config, self._clock = config, clock
         self._sees_heartbeats = expects_heartbeats
         self._seen: dict[int, _Seen] = {}
-        self._reported: set[tuple[int, tuple[object, int]]] = set()  # rank, entry
+        # (rank, entry), so that each is reported once
+        self._reported: set[tuple[int, tuple[object, int]]] = set()
         self._last: float | None = None
 
     def look(
