@@ -85,7 +85,7 @@ def test_its_test_uses_it(package: str, name: str, use: str, test: str) -> None:
     imports = rf"from {package} import (\([^)]*|[^(\n]*)\b{top}\b|\b{package}\.{top}\b"
     assert re.search(imports, text)
     times = len(re.findall(rf"\b{top}\b", text))
-    assert times > 1 or isinstance(found, types.ModuleType)
+    assert times > 1 or f"{package}.{top}(" in text or isinstance(found, types.ModuleType)
     assert f".{member}(" in text or not member
 
 
