@@ -142,6 +142,7 @@ def test_a_bar_while_verifying_only_on_a_terminal(root, capsys, monkeypatch):
     from rich.console import Console
 
     monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code, out, err = call(capsys, "verify", root, "--step", 5)
     assert code == 0
     assert "2.4" in err

@@ -426,6 +426,7 @@ def test_bars_only_on_a_terminal(tmp_path, capsys, monkeypatch):
     from rich.console import Console
 
     monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     root = saved(tmp_path / "a", 1)
     for number, arguments in enumerate(
         [["reshard", root, tmp_path / "b", "--ranks", 2], ["diff", root, root]]
