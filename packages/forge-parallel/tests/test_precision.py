@@ -5,6 +5,7 @@ The reference is FSDP2's own mixed precision over a mesh of one rank.
 
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +170,37 @@ def test_parameters_and_their_gradients_are_cast_in_one_call_each_way(
     assert [found["_foreach_copy_"] for found in calls] == [2, 0]
     trained = sum(p.requires_grad for p in model.parameters())
     assert calls[1]["_to_copy"] - calls[0]["_to_copy"] == 2 * trained
+
+
+class WithoutGradient(torch.autograd.Function):
+    """A function of a tensor and a weight that has no gradient for the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class Unreached(nn.Module):
+    """A linear layer, and a parameter that the graph contains and no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unreached = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return WithoutGradient.apply(self.used(x), self.unreached)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_parameter_that_no_gradient_reaches_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "BATCH", 1)  # else it is cast together with others
+    model = precision.compute_in(Unreached(), torch.bfloat16)
+    model(torch.ones(2, 4)).float().sum().backward()
+    assert model.unreached.grad is None
+    assert model.used.weight.grad is not None
 
 
 def test_parameters_are_back_after_an_error() -> None:

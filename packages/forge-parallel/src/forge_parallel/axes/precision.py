@@ -146,7 +146,8 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [grad for grad in grads if grad is not None]
-        casts = iter(_Cast.apply(ctx.dtype, *given))
+        # all are None where no gradient reaches any of them
+        casts = iter(_Cast.apply(ctx.dtype, *given) if given else ())
         return None, *(None if grad is None else next(casts) for grad in grads)
 
 
