@@ -47,6 +47,7 @@ LEFT_OUT = {
     ("metrics.console", "live"): "text on the host",
     ("metrics.console", "off"): "text on the host",
     ("metrics.tensorboard", "True"): "numbers on the host",
+    ("metrics.flat_names", "True"): "names on the host",
 }  # fmt: skip
 #: Keys whose values are names in a registry, with those that Forge has.
 REGISTRIES = {

@@ -496,9 +496,9 @@ def test_muon_is_tried_on_a_custom_model_before_a_run_begins(tmp_path: Path) -> 
         Trainer(job)
 
 
-def test_the_table_of_the_readme_is_one(tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "apps/train/README.md").read_text()
-    (table,) = re.findall(r"```toml\n(\[optimizer.groups.*?)```", readme, re.DOTALL)
+def test_the_table_of_the_page_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/running.md").read_text()
+    (table,) = re.findall(r"```toml\n(\[optimizer.groups.*?)```", page, re.DOTALL)
     config = load_job(make_job(tmp_path, table), {"train.steps": 2000}).config
     assert config.optimizer.groups["tables"].lr_multiplier == 0.0
     assert config.train.stages["all"].lr_multipliers == {"tables": 0.1}

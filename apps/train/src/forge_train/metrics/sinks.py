@@ -17,7 +17,9 @@ from forge_train.protocols import Row, Sink
 
 _BUILT_IN = {"tensorboard": TensorBoardSink, "wandb": WandbSink, "mlflow": MlflowSink}
 _CALLED_WITH = ("directory", "resume_step")
-SINKS = Registry("metrics.sinks.<name>.name", "forge.sinks", _CALLED_WITH, _BUILT_IN, True)
+SINKS = Registry(
+    "metrics.sinks.<name>.name", "forge.sinks", _CALLED_WITH, _BUILT_IN, built_in_options=True
+)
 
 
 def find_sinks(metrics: MetricsConfig) -> dict[str, Callable[[Path, int], Sink]]:

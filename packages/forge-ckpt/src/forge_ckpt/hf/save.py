@@ -43,7 +43,8 @@ def save_hf(
     one at a time: memory is one of them and one of the parts that it is split into. ``dtype`` casts floating-point tensors but those whose
     name matches a pattern of ``keep``; those that match one of ``ignore`` are left out. A shard holds at most ``max_shard_bytes``, or one tensor; ``files``
     are written beside, ``stem`` begins the names of the safetensors, and ``extra`` has further tensors, which keep
-    their names. ``progress`` gets the bytes of the source that were read, and those of all its tensors. The bytes depend on the weights alone, not on the layout that saved them.
+    their names. ``progress`` gets the bytes of the source that were read, and those of all its tensors. The bytes of the
+    files depend on the weights alone, not on the layout that saved them.
 
     The folder appears whole, by one rename after everything is synced. Raises ValueError before anything is
     written for a folder that is not empty and for tensors that no row knows or that do not fit theirs.
