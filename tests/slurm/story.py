@@ -127,6 +127,17 @@ class Run:
     def log(self) -> str:
         return "".join(path.read_text() for path in sorted((self.dir / "slurm").glob("job-*.out")))
 
+    def log_of_first_preemption(self) -> list[str]:
+        """Lines of the log from the submission to the third step of the second life, with folders of a user."""
+        text = (
+            self.log().replace(str(self.folder), "/scratch/me").replace(str(ROOT), "/home/me/forge")
+        )
+        lines = [line.rstrip() for line in text.splitlines()]
+        resumed = next(
+            number for number, line in enumerate(lines) if line.startswith("resume:")
+        )  # prose: finds a line of the log
+        return lines[: resumed + 4]
+
 
 # ---- what happens to a job; each leaves it in the queue
 
@@ -297,6 +308,7 @@ def main() -> int:
                 "retries": whole.retries,
                 "lives": whole.lives,
                 **compare(whole, reference),
+                "log": whole.log_of_first_preemption(),
             },
             "orchestrated": {
                 "submitted_nodes": [life["ranks"] for life in moved.lives],
@@ -349,6 +361,17 @@ def page(result: dict[str, Any]) -> str:
             f"without a fault; losses, gradient norms and weights have its bits up to step {part['bits_equal_to_step']}, where the "
             f"number of ranks first changed, and are within 1e-5 of it at the end (weights: {part['worst_weight_error']:.1e}).",
         ]
+    lines += [
+        "",
+        "## The log of a preemption",
+        "",
+        "The first job's log, from its submission to the third step after it was preempted. Lines of the script begin "
+        "with a time, those of `srun` with its name; the others are those of rank 0.",
+        "",
+        "```text",
+        *result["one_script"]["log"],
+        "```",
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -174,6 +174,7 @@ def test_values_are_padded_only_where_no_kernel_takes_them(
 
     def spy(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         widths.append((q.size(-1), v.size(-1)))
+        assert not narrow or v.storage_offset() * v.element_size() % 16 == 0
         return real(q, k, v, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)

@@ -400,7 +400,8 @@ def mix_values(weights: Tensor, v: Tensor) -> Tensor:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Attention with shared key/value heads: q (B, H, S, D), k (B, K, T, D), v (B, K, T, V) -> (B, H, S, V), V <= D.
 
-    Narrower values are padded to D, unless a kernel takes them that is as fast (`takes_narrow_values`). `options` are those of `F.scaled_dot_product_attention`. On CUDA keys and values are repeated to H heads in fp32
+    Narrower values are padded to D, unless a kernel takes them that is as fast (`takes_narrow_values`).
+    `options` are those of `F.scaled_dot_product_attention`. On CUDA keys and values are repeated to H heads in fp32
     (only torch's math kernel shares heads there), and where only the memory-efficient kernel is allowed, which has no
     shared heads.
     """
@@ -410,6 +411,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         grad = torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)
         if not takes_narrow_values(q.device, q.dtype, width, values, causal, masked, grad):
             return sdpa(q, k, _padded(v, width), **options)[..., :values]
+        # torch takes its math kernel, which holds all scores, where values do not begin at 16 bytes
+        v = v.contiguous() if v.storage_offset() * v.element_size() % 16 else v
 
     groups = q.size(1) // k.size(1)
     # repeated heads cost (B, H, T, D); the math kernel would cost (B, H, S, T)
