@@ -103,7 +103,7 @@ _BATCH = [
     ("forge_resilience", "Vote", "label count, stop, faults,\nduring the forward"),
     ("forge_parallel", "Forward, backward", "sum of losses\n/ global label count"),
     ("forge_parallel", "Norm", "one all-reduce,\nthen clip"),
-    ("forge_core", "Update", "times 0 on all ranks\nif numbers are bad"),
+    ("forge_core", "Update", "masked on all ranks\nif numbers are bad"),
     ("forge_train", "Row", "to the host while\nthe next step runs"),
 ]
 _CHECKPOINT = [
@@ -113,8 +113,8 @@ _CHECKPOINT = [
     ("forge_ckpt", "Write", "data files, a digest\nfor each block, fsync"),
     ("forge_ckpt", "Manifest", "after the data\nof all ranks, fsync"),
     ("forge_ckpt", "Rename", "to the final name,\nfsync of the store"),
+    ("forge_ckpt", "Retention", "the step is read back,\nolder ones are removed"),
     ("forge_train", "Announce", "event and votes"),
-    ("forge_ckpt", "Retention", "older steps\nare removed"),
 ]
 _STOP = [
     ("forge_resilience", "Signal", "from Slurm, a terminal\nor a user"),

@@ -1347,6 +1347,11 @@ def test_the_number_of_shards_is_kept_to(tmp_path: Path) -> None:
         build(tmp_path, {"parallel.dp_shard": 2})
 
 
+def test_a_hang_is_reported_before_the_ranks_that_wait_for_it_fail(tmp_path: Path) -> None:
+    config = load_job(write_job(tmp_path)).config
+    assert config.resilience.watch.step_seconds < config.parallel.timeout_seconds
+
+
 def test_timeouts_reach_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     class Started(Exception):
         pass

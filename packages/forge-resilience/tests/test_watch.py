@@ -128,7 +128,7 @@ def test_no_limit_and_invalid_limits():
     unlimited = WatchConfig("restart", step_seconds=0, limits={"save": 0})
     assert unlimited.limit("step") == unlimited.limit("save") == float("inf")
     assert unlimited.limit("step", first_step=True) == 3600
-    assert WatchConfig().shortest == 900
+    assert WatchConfig().shortest == 540
     wrong = {"action": "kill", "step_seconds": -1, "limits": {"x": 1e9}, "max_restarts": -1}
     with rejects("step_seconds", -1, "range") as error:
         WatchConfig(**wrong)

@@ -96,7 +96,7 @@ class Batch:
     positions: torch.Tensor  # (B, S) int64 from 0 in each document's part of the row, or (B, 3, S)
     document_ids: torch.Tensor  # (B, S) int64; from 0 in each row, so that padding has -1
     instance_ids: torch.Tensor  # (B,) int64; -1 on filler, as 0 is an instance
-    # 16 hex digits of the *global* batch's instance ids, so that all ranks have the same
+    # 16 hex digits of the *global* batch's instance ids, so that all ranks have the same; whatever seed and data
     digest: str
     # (B, S) fp32; at least 0, as the mean loss divides by their sum
     weights: torch.Tensor | None = None

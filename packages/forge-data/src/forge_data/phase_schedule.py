@@ -108,7 +108,8 @@ class PhaseSchedule:
         return cursor
 
     def instances_back(self, loader: Loader, tokens: int, first: int, last: int) -> tuple[int, int]:
-        """The first and last instance of the steps that began `first` to `last` + 1 steps ago, after so many tokens.
+        """The first and last instance of steps, after so many tokens: of the step that began `first` steps ago up to the one
+        before that of `last` steps ago, where 0 is the next step, so that `first` is the larger number.
 
         The loader may be a step further.
         """

@@ -175,7 +175,7 @@ class Compute:
         (1,) fp32, followed by those of the other sums of the loss or objective.
 
         `normalizer` is called after the first forward, before the first loss (in a pipeline: before both), so a
-        collective that it waits for may overlap with the forward.
+        collective that it waits for may overlap with the forward. It may raise the errors of other ranks.
         """
         if self._pipeline is not None:
             count, given = normalizer(), self._local(batch, training=True)

@@ -34,7 +34,7 @@ class Vote:
     fault: int = 0
     """Exit code of an error with which this rank cannot go on (its data, say), 0 for none."""
     digest: int | str = 0
-    """A value that must be equal on all ranks, such as the digest of the global batch: 16 hex digits or an
+    """A value that must be equal on all ranks, such as `Batch.digest`: 16 hex digits or an
     integer. Stored as the signed integer of the same 64 bits."""
     count: float = 0.0
     """Added up over the ranks: the valid labels of this rank's part of the batch, or the sum of their weights."""
@@ -82,7 +82,7 @@ class Decision:
 
     @property
     def mismatched_ranks(self) -> list[int]:
-        """Ranks whose digest differs from that of rank 0: they have read another batch."""
+        """Ranks whose digest differs from that of rank 0: they are at another position of the data."""
         return [r for r, vote in enumerate(self.votes) if vote.digest != self.votes[0].digest]
 
     @property
@@ -97,8 +97,10 @@ class Decision:
     def data_problem(self) -> str:
         """Why the global batch cannot be trained on, for a user; "" if it can."""
         if self.mismatched_ranks:
-            rule = f"ranks {self.mismatched_ranks} read another global batch than rank 0"
-            return f"{rule}; data and configuration must be the same on all nodes: compare them"
+            rule = f"ranks {self.mismatched_ranks} are at another position of the data than rank 0"
+            return (
+                f"{rule}; configuration and checkpoint must be the same on all nodes: compare them"
+            )
         if self.count and not _TINY <= abs(self.count) <= _LARGEST:
             rule = f"must be 0 or between {_TINY:.1e} and {_LARGEST:.1e}, as fp32 gradients are divided by it"
             return f"the labels of the global batch weigh {self.count:g}, which {rule}; scale the weights"

@@ -125,7 +125,7 @@ def run_workers(
 
 @dataclass(kw_only=True)
 class _Job:
-    """The running workers and the exit codes of those that ended."""
+    """The running workers, by their numbers on this node (`ranks` has their ranks), and the exit codes of those that ended."""
 
     workers: list[subprocess.Popen[bytes]]
     ranks: list[int]
@@ -190,10 +190,10 @@ class _Job:
         self._send(signal.SIGKILL)
         self.killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
 
-    def _handle_end(self, rank: int, code: int) -> None:
+    def _handle_end(self, number: int, code: int) -> None:
         """Record the end of a worker; the first failure stops the others."""
-        self.left.remove(rank)
-        self.codes[rank] = code
+        self.left.remove(number)
+        self.codes[number] = code
         if -code in STOP_SIGNALS and self.failed is None and not self.killed:
             self._await_signal(-code)
         if self._died_forwarded(code) and self.next_at is None:
@@ -204,10 +204,10 @@ class _Job:
         if self.failed is not None or self.killed:
             return
 
-        self.failed = rank
+        self.failed = number
         self.next_at = time.monotonic() + self.grace_seconds
         rest = f"; stopping the other {len(self.left)}" if self.left else ""
-        self._print_line_for([rank], _describe_end(code) + rest)
+        self._print_line_for([number], _describe_end(code) + rest)
         self.last_signal = signal.SIGTERM.name
         self._send(signal.SIGTERM)
 
@@ -228,16 +228,16 @@ class _Job:
         """Whether it died by a forwarded signal, because it had no handler yet: a requested stop."""
         return code < 0 and -code in self.forwarded
 
-    def _print_line_for(self, ranks: list[int], what: str) -> None:
-        for rank in ranks:
-            line = f"rank {self.ranks[rank]} (pid {self.workers[rank].pid}) {what}"
+    def _print_line_for(self, numbers: list[int], what: str) -> None:
+        for number in numbers:
+            line = f"rank {self.ranks[number]} (pid {self.workers[number].pid}) {what}"
             with contextlib.suppress(OSError):  # a terminal that is gone must not end the job
                 print(line, file=sys.stderr, flush=True)
 
-    def _send(self, number: int) -> None:
-        for rank in self.left:
+    def _send(self, stop: int) -> None:
+        for number in self.left:
             with contextlib.suppress(ProcessLookupError):
-                self.workers[rank].send_signal(number)
+                self.workers[number].send_signal(stop)
 
     def outcome(self) -> ExitStatus:
         """Return the exit status of the job, after `run`."""
@@ -280,8 +280,8 @@ def rank_of(environ: Environ, default: int = 0) -> int:
     return int(text) if text.isdecimal() else default
 
 
-def _wait_for_worker(rank: int, worker: subprocess.Popen[bytes], events: Events) -> None:
-    events.put((rank, worker.wait()))
+def _wait_for_worker(number: int, worker: subprocess.Popen[bytes], events: Events) -> None:
+    events.put((number, worker.wait()))
 
 
 @contextlib.contextmanager

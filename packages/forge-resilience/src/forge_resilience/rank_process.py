@@ -47,7 +47,9 @@ def leave_with_launcher() -> Callable[[], None]:
 def prepare(is_run: bool) -> None:
     """Prepare for streams that fail, odd encodings, and, in a run, signals that come before its training loop handles them.
 
-    Call it before anything heavy is imported.
+    Call it before anything heavy is imported. A signal does one of three things in a process: before the loop a single process
+    leaves with 75, and a rank of many keeps the flag until ranks can vote; in the loop `StopSignal` of the trainer keeps it,
+    too; after the run `leave_on_signal` ends any process at once with the run's code.
     """
     tolerate()
     if not is_run:

@@ -22,8 +22,9 @@ Row = Mapping[str, Any]
 Open = Callable[[], Any]
 
 # "save" is a checkpoint that a resume can use, so only a commit makes it.
-_SAVE_EVENTS = {name: f"save_{name}" for name in ("staged", "written", "failed")}
-_SAVE_EVENTS["committed"] = "save"
+_SAVE_EVENTS = {
+    "staged": "save_staged", "written": "save_written", "failed": "save_failed", "committed": "save",
+}  # fmt: skip
 #: Seconds that the end of a run waits for all sinks together: a service may need some to take the last rows.
 END_SECONDS = 10.0
 

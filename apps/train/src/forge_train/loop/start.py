@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +17,9 @@ from forge_resilience.console import ConsoleSink, console_mode
 from forge_resilience.goodput import life_fields
 from forge_resilience.recorder import Recorder
 from forge_resilience.sinks import JsonlSink, last_row
+from forge_train._shared.problems import invalid
 from forge_train.build.run_directory import RunDirectory
-from forge_train.errors import ConfigError, run_on_all_ranks
+from forge_train.errors import ConfigError, DataError, run_on_all_ranks
 from forge_train.loop.initial import Initial
 from forge_train.metrics.columns import SCHEMA
 from forge_train.metrics.sinks import find_sinks
@@ -70,7 +73,11 @@ def open_store(run: Run) -> Store:
 def restore(
     run: Run, checkpoints: Checkpoints, initial: Initial, changed: Mapping[str, list[Any]]
 ) -> Life:
-    """Load the newest good checkpoint, else what [init] names, and open the recorder. Collective."""
+    """Load the newest good checkpoint, else what [init] names, and open the recorder. Collective.
+
+    DataError where ranks have other data than rank 0, such as copies on disks of their nodes: votes compare positions only.
+    """
+    _compare_data(run)
     with run.phase("load"), run.evaluation_point():
         seconds = checkpoints.load(initial.begin(run))
     if checkpoints.last_step >= 0:
@@ -93,6 +100,20 @@ def restore(
     found = _sinks(run) if writes else {}
     run.recorder = Recorder(run.folder.events if writes else None, found, after)
     return Life(seconds, changed, fields, rates)
+
+
+def _compare_data(run: Run) -> None:
+    own = run.loader.stream.fingerprint()
+    text = json.dumps(own, sort_keys=True)
+    digests = run.agreement.exchange(hashlib.sha256(text.encode()).hexdigest())
+    if len({*digests}) == 1:
+        return
+
+    first, *rest = run.agreement.exchange(own)
+    keys = {key for found in rest for key in {*first, *found} if first.get(key) != found.get(key)}
+    ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    rule = f"must be those of rank 0, and differ on ranks {ranks}"
+    raise invalid("data", "mismatch", sorted(keys), rule, "copy the files again", kind=DataError)
 
 
 def _sinks(run: Run) -> dict[str, Callable[[int], Sink]]:

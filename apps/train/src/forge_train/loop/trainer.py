@@ -31,7 +31,7 @@ from forge_train.loop.evaluator import Evaluator
 from forge_train.loop.guard import Guard, RollbackRequested, raise_without_saves
 from forge_train.loop.opening import open_run
 from forge_train.loop.start import open_store, report_start, restore
-from forge_train.loop.vote import PendingCount, fault_code
+from forge_train.loop.vote import PendingVotes, fault_code
 from forge_train.run.callback import Callback
 from forge_train.run.checkpoints import Checkpoints, checkpoint_state, share_places
 from forge_train.run.extension import Extension
@@ -302,7 +302,8 @@ class Trainer:
             assert sums is not None
             clip_grads_(run.compute.parameters, grad_norm, run.config.train.max_grad_norm)
 
-        # The numbers of a row that was begun a step ago are on the host now. Its hooks must see its weights.
+        # The numbers of the row of the step before are on the host now, and hooks must see the weights of their row. This may
+        # raise (rollback, NumericsError): this step is then left before its update, though its batch was read.
         if run.rows.is_waiting:
             self._guard.check(self._checkpoints.last_step)
             run.send_row()
@@ -346,7 +347,7 @@ class Trainer:
             count=run.label_weight(batch),
             counts=self._extensions.token_counts(batch),
         )
-        pending = PendingCount(run, vote, fault, self._extensions.set_token_counts)
+        pending = PendingVotes(run, vote, fault, self._extensions.set_token_counts)
         share = run.compute.gradients(batch, pending.wait)
         run.decision = pending.decision
         return share

@@ -172,18 +172,18 @@ class Checkpoints(TrainingCheckpoints):
             raise invalid("", "not_found", str(self.store.path), rule, fix, kind=StateError)
 
     def go_back(self, latest: int, wanted: int, first: int = 0) -> bool:
-        """As there; an import is no state to go back to."""
+        """As `TrainingCheckpoints.go_back`; an import is no state to go back to."""
         with store_errors(self.store.path, StateError):
             imported = 0 in self.store.steps() and self._imported()
             return super().go_back(latest, wanted, max(first, int(imported)))
 
     def settle(self) -> list[int]:
-        """As there."""
+        """As `TrainingCheckpoints.settle`; errors of the disk become a JobError."""
         with store_errors(self.store.path, JobError, JobError):
             return super().settle()
 
     def save(self, step: int, wait: bool, metrics: Mapping[str, float] | None = None) -> None:
-        """As there."""
+        """As `TrainingCheckpoints.save`; errors of the disk become a JobError."""
         with store_errors(self.store.path, JobError, JobError):
             super().save(step, wait, metrics)
 

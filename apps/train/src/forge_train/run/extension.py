@@ -58,7 +58,7 @@ class Extension:
 
     If due: a check of every so many steps may. Rules. Whether a hook communicates follows from the configuration, the step and decisions of all ranks, never from the
     data of one rank: else ranks wait for each other forever. A JobError that all ranks raise alike ends the run with its
-    code; any other error ends it, too. `before_*` and `around_*` are called in the order of the list, all others in
+    code; any other error ends it, too. The hooks of `_IN_ORDER` and `around_*` are called in the order of the list, the others in
     reverse. The number of a step counts from 1; between steps it is that of the step that was done.
 
     An extension with `state_dict` and `load_state_dict` is saved in checkpoints as `extension.<name>`. The state is

@@ -64,7 +64,7 @@ class Run:
 
     job, folder             the configuration and the run directory
     rank, device            of this process
-    model                   not yet sharded, then this rank's part [prepare]
+    model                   not yet sharded, then this rank's part [Trainer._build]
     loader, course          the batches of this rank, and the phases of the data
     evaluation, extensions  held-out data; optional features
     division                how the first phase divides a global batch into micro-batches
@@ -73,11 +73,11 @@ class Run:
     progress                steps and tokens so far [train_step, a loaded checkpoint]
     total_steps             [count_steps]
     total_tokens            of a run whose length is in tokens, else None
-    agreement, meshes       how the ranks talk to each other [prepare]
-    objective, optimizer    [prepare]
-    segment, compute        of the data, and the forward and backward of its rows [prepare, enter_segment]
-    first_compute           that of the first segment: all evaluations compute alike [prepare]
-    recorder, rows          files and sinks; the row that waits for its numbers [restore, a rollback]
+    agreement, meshes       how the ranks talk to each other [Trainer._join]
+    objective, optimizer    [Trainer._build]
+    segment, compute        of the data, and the forward and backward of its rows [Trainer._build, enter_segment]
+    first_compute           that of the first segment: all evaluations compute alike [Trainer._build]
+    recorder, rows          files and sinks; the row that waits for its numbers [restore, Trainer._open, a rollback]
     decision                of all ranks, in the newest step [train_step]
     """
 

@@ -103,14 +103,14 @@ class Saver:
             self._background.fail(handle, error)
             return handle
 
-        def commit() -> Path:
+        def write_in_background() -> Path:
             assert self._writing_group is not None
             with self.reported(step, started):
                 return self._commit(self._writing_group, save, step, started)
 
         if not wait:
             self.events.emit("staged", step, started)
-            self._background.start(commit, handle)
+            self._background.start(write_in_background, handle)
         return handle
 
     def prepare(self, content: Content) -> None:
@@ -172,7 +172,10 @@ class Saver:
             return plan_save(self._group, writer, content, self._plans)
 
     def _commit(self, group: RankGroup, save: PlannedSave, step: int, started: float) -> Path:
-        """Write and commit a planned save, and remove what it makes outdated."""
+        """Write and commit a planned save, and remove what it makes outdated.
+
+        A rename commits. The event "committed" follows the removals: a kill in between leaves a committed step without one.
+        """
         target, written = directories.step_directory(self._root, step), save.writer.path
         again = written != target
 

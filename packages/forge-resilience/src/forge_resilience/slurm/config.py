@@ -174,7 +174,7 @@ class JobFacts(Checked):
     script: str
     working_dir: str
     save_limit_seconds: float = field(300.0, between=_SAVE_SECONDS, positive=True)
-    """the longest save"""
+    """longest time from a stop signal to the end of the save that it asks for"""
     checkpoints: str | None = "checkpoints/step-*/manifest.json"
     """pattern, below run_dir, of a file that each committed checkpoint has, by default of forge-ckpt. Its newest change
     is the progress of an attempt: where no file matches, two stops in a row end the job with 70. None: nothing looks"""

@@ -31,7 +31,8 @@ class WatchConfig(Checked):
         "of the process that starts the ranks when one is late: restart kills them and starts them again, as it does "
         "after a crash; report prints where each rank is, and leaves them running",
     )
-    step_seconds: float = field(900.0, "limit of a step, and of the wait for its data; 0: none")
+    # below `parallel.timeout_seconds`, 600, after which the ranks that wait for a hanging one fail
+    step_seconds: float = field(540.0, "limit of a step, and of the wait for its data; 0: none")
     first_step_seconds: float = field(
         3600.0, "the same for the first step of a process, which may compile for long"
     )
@@ -58,7 +59,7 @@ class WatchConfig(Checked):
         for name, value in seconds.items():
             if value and not 0.1 <= value <= 10**7:
                 rule = "must be from 0.1 to 10**7 seconds, or 0 for no limit"
-                yield Problem(name, "range", value, rule, "use 900")
+                yield Problem(name, "range", value, rule, "use 540")
         if self.action not in ("off", "report", "restart"):
             rule = "must be off, report or restart"
             yield Problem("action", "unknown", self.action, rule, "use restart")
