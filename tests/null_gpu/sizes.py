@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     for name in (*CASES, "places"):
         if not any(fnmatch(name, pattern) for pattern in args.only or ["*"]):
             continue
-        words = ["sizes", name, *peers] if name in CASES else ["fifteen"]
+        words = ["sizes", name, *peers] if name in CASES else ["compared_places"]
         done = device.run(["-m", f"tests.null_gpu.{words[0]}", *words[1:]], cwd=ROOT, timeout=1800, memory_gib=1000, skip_copies_above=2**20)  # fmt: skip
         if done.returncode:
             print(f"{name}: RED\n{done.stderr[-3000:]}", flush=True)
@@ -148,7 +148,7 @@ def more_in_places(rows: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator
 
 def page(kept: Mapping[str, Any]) -> str:
     """Markdown of both tables."""
-    from tests.null_gpu.fifteen import lines
+    from tests.null_gpu.compared_places import lines
 
     rows, places = kept["steps"], kept["places"]
     commits = sorted({row["commit"] for row in rows.values()})

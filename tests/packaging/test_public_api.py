@@ -44,7 +44,7 @@ PATCHING = {
     "apps/train/tests/test_tokenizing.py": "looks inside",
     "apps/lab/tests/test_old_spellings.py": "calls verbs without a process",
     "tests/null_gpu/test_jobs.py": "asks registries for every name that a job may choose",
-    "tests/null_gpu/fifteen.py": "counts parts",
+    "tests/null_gpu/compared_places.py": "counts parts",
     "tests/null_gpu/places.py": "counts parts",
     "tests/null_gpu/routes.py": "forces routes",
     "tests/null_gpu/test_sizes.py": "forces routes",

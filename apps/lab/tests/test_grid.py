@@ -258,6 +258,7 @@ def test_a_grid_that_is_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     ]
     assert 3 <= read_run(first).metrics["step"][-1] < 150
     assert not second.exists()
+    assert not (out / "report.html").exists()
 
     layers = read_layers(job)
     layers.set("train.steps", 150, "flag")

@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import tempfile
 import time
 from concurrent.futures.process import BrokenProcessPool
@@ -542,3 +543,17 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch, capfd
     _, times = counted(path, monkeypatch, tmp_path)
     assert times == 1
     assert str(tmp_path / "cache") in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_bar_on_a_terminal_and_a_line_for_each_unit_in_logs(
+    tmp_path, capsys, monkeypatch, terminal
+):
+    Console = pytest.importorskip("rich.console").Console
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    path, out = talks_of(tmp_path / "a"), tmp_path / "out"
+    assert main(command_of(path, out)) == 0
+    err = capsys.readouterr().err
+    assert ("\x1b[" in err) is terminal
+    assert (err.count("units") > 0) is not terminal

@@ -15,34 +15,39 @@ import time
 from collections.abc import Callable, Iterator
 
 _SECONDS = 0.1  # between two drawings
+Show = Callable[[int, int], None]
 
 
 @contextlib.contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of bytes done and bytes in all. It draws in the caller's thread, so the caller may fork."""
+def progress_bar(
+    title: str, *, of_bytes: bool = True, in_logs: Show = lambda done, total: None
+) -> Iterator[Show]:
+    """Yield a function of what is done and what there is in all, bytes or parts; `in_logs` where there is no bar.
+
+    It draws in the caller's thread, so the caller may fork.
+    """
+    # isatty: rich writes control characters into a pipe where FORCE_COLOR is set
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield in_logs
+        return
     try:
         from rich.console import Console
         from rich.progress import (  # fmt: skip
             BarColumn,
             DownloadColumn,
+            MofNCompleteColumn,
             Progress,
             TextColumn,
             TransferSpeedColumn,
         )
     except ImportError:
-        yield lambda done, total: None
+        yield in_logs
         return
 
-    # isatty: rich writes control characters into a pipe where FORCE_COLOR is set
-    hidden = sys.stderr is None or not sys.stderr.isatty()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amounts)
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=hidden) as bar:  # fmt: skip
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task, drawn = bar.add_task(title, total=None), 0.0
 
         def show(done: int, total: int) -> None:

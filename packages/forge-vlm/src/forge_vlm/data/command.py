@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_vlm._shared.bars import progress_bar
 from forge_vlm._shared.limits import limit_problem
 from forge_vlm._shared.paths import read_regular, user_path
 from forge_vlm._shared.problems import invalid
@@ -116,15 +117,16 @@ def _prepare(given: argparse.Namespace) -> None:
             raise invalid("--option", "syntax", item, "must be KEY=VALUE", "write template=plain")
         _set(options, key, _value(value))
 
-    about = prepare(
-        path,
-        given.output,
-        options_of(path, options),
-        pictures=given.pictures,
-        overwrite=given.overwrite,
-        workers=given.workers,
-        progress=_progress,
-    )
+    with progress_bar("prepare", of_bytes=False, in_logs=_progress) as bar:
+        about = prepare(
+            path,
+            given.output,
+            options_of(path, options),
+            pictures=given.pictures,
+            overwrite=given.overwrite,
+            workers=given.workers,
+            progress=bar,
+        )
     _show(about)
 
 

@@ -1,6 +1,6 @@
-"""The fifteen places of training that were slow on GPUs: counts before, now, their bounds, and those of peers.
+"""Places of training that were slow on GPUs: counts before, now, their bounds, and those of peers.
 
-    python -m tests.null_gpu.fifteen        # the places that no step of sizes.py has, as JSON; on the null GPU
+    python -m tests.null_gpu.compared_places        # the places that no step of sizes.py has, as JSON; on the null GPU
 
 Shapes: T tokens, D width, K slots per token, E experts.
 """
