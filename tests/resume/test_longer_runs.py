@@ -29,8 +29,22 @@ def test_F158_a_longer_run_reports_its_learning_rate(
 ) -> None:
     job = make_job(tmp_path)
     trainer = Trainer(load_job(job, {**KEYS, "train.steps": 4}))
-    print_summary(trainer, trainer.fit(), ["job.toml"])
+    result = trainer.fit()
+    print_summary(trainer, result, ["job.toml"])
     out = capfd.readouterr().out
+    assert "run-2" in out
+
+    # another run of an import begins with its weights, which are no key of the configuration
+    trainer.paths.imported.touch()
+    step_0 = trainer.paths.checkpoints / "step-00000000"
+    for there in (False, True):
+        if there:
+            step_0.mkdir()
+        print_summary(trainer, result, ["job.toml"])
+        begin = f"--init.from {tmp_path / 'run'}@0"
+        assert (begin in capfd.readouterr().out) is there
+    step_0.rmdir()
+    trainer.paths.imported.unlink()
     rates = [cosine(4, 4), cosine(5, 8)]
     assert rates[1] > 4 * rates[0]
     (hint,) = (line for line in out.splitlines() if "--train.steps 8" in line)

@@ -12,7 +12,8 @@ from torch import nn
 
 from forge_core import Attention, Transformer, TransformerConfig
 from forge_core._shared import module_protocols
-from forge_core._shared.module_protocols import NAMES, check_names, misspells
+from forge_core._shared.misspelled import misspells
+from forge_core._shared.module_protocols import NAMES, check_names
 from forge_parallel import parallelize
 from forge_testing.problems import rejects
 from forge_vlm import VLM, ModalityConfig, VLMConfig

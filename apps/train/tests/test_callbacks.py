@@ -20,6 +20,7 @@ from forge_testing.runs import fit_on_ranks, make_job
 from forge_train import (
     Callback,
     ConfigError,
+    Extension,
     StateError,
     Trainer,
     cli,
@@ -164,6 +165,17 @@ class NoCallback:
     pass
 
 
+class Misspelled(Callback):
+    def on_lgo(self, trainer, row): ...
+    def on_stepend(self, trainer): ...
+    def finished(self):
+        """A word of its own."""
+
+
+class Extended(Extension):
+    def number(self, step): ...
+
+
 @pytest.mark.lane("test")
 def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_rejected(
     tmp_path: Path,
@@ -172,6 +184,13 @@ def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_rejected(
     arguments = "on_evaluation(trainer, name, result)"
     with rejects("Older.on_evaluation", ..., "signature", ConfigError, where=arguments):
         Trainer(load_job(job), [Older()])
+    with rejects("Misspelled.on_lgo", ..., "misspelled", ConfigError) as caught:
+        Trainer(load_job(job), [Misspelled(), Extended()])
+    assert {p.key for p in caught.value.problems} == {
+        "Misspelled.on_lgo",
+        "Misspelled.on_stepend",
+        "Extended.number",
+    }
     name = f"{__name__}:NoCallback"
     with rejects("callbacks.mine.name", name, "type", ConfigError):
         Trainer(load_job(job, {"callbacks.mine.name": name}))

@@ -163,6 +163,8 @@ def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
     assert again.code == 0, again.err
     first, second = (read_run(tmp_path / d).metrics["loss"] for d in ("run", "again"))
     assert first == second
+    set_keys = [(tmp_path / f"{d}/config.toml").read_text().count("# /") for d in ("run", "again")]
+    assert set_keys[1] < 1.5 * set_keys[0], "the second file says what is no default, too"
 
 
 @pytest.mark.slow

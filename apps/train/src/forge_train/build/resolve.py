@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -37,8 +38,9 @@ from forge_train.config.init import (
     tokenizer_problems,
 )
 from forge_train.config.layers import Layers
+from forge_train.config.model import BUILT_IN_MODELS
 from forge_train.config.schema import JobConfig
-from forge_train.config.structure import key_of, structure
+from forge_train.config.structure import dotted_fields, key_of, section_types, structure
 from forge_train.errors import ConfigError, DataError, refuse
 
 #: Keys of a training source that its validation split does not take over.
@@ -269,6 +271,33 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
+def _shown_origin(job: ResolvedJob, key: str, value: Any) -> str:
+    """The origin of a value; `default` for those of a configuration that a run saved, which sets all keys."""
+    origin = job.origin(key)
+    return "default" if origin.endswith("config.toml") and is_default(key, value) else origin
+
+
+def is_default(key: str, value: Any) -> bool:
+    """Whether a value is the default of its key, wherever it was set."""
+    parts = key.split(".")
+    named = (".".join([*parts[:i], "<name>", *parts[i + 1 :]]) for i in range(len(parts)))
+    return any(each in _defaults() and _defaults()[each] == value for each in (key, *named))
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    """Dotted key -> its default, for keys that have one."""
+    found: dict[str, Any] = {}
+    for section, table in section_types({}).items():
+        for kind in BUILT_IN_MODELS.values() if section == "model" else [table]:
+            for key, _, item, _ in dotted_fields(kind, section):
+                if item.default is not dataclasses.MISSING:
+                    found.setdefault(key, item.default)
+                elif item.default_factory is not dataclasses.MISSING:
+                    found.setdefault(key, item.default_factory())
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in found.items()}
+
+
 def _fill(
     table: Any, values: Mapping[str, Any], prefix: str, job: ResolvedJob, given: bool
 ) -> None:
@@ -281,5 +310,5 @@ def _fill(
                 table.add(key, child)
         elif not given or not origin.startswith(("default", "derived")):
             item = tomlkit.item("none" if value is None else value)
-            item.comment(origin)
+            item.comment(_shown_origin(job, f"{prefix}{key}", value))
             table.add(key, item)

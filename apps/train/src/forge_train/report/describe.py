@@ -15,7 +15,7 @@ from rich.table import Table
 
 from forge_train._shared.problems import invalid, problems_of
 from forge_train._shared.toml_files import flatten
-from forge_train.build.resolve import ResolvedJob
+from forge_train.build.resolve import ResolvedJob, is_default
 from forge_train.config.model import BUILT_IN_MODELS
 from forge_train.config.structure import dotted_fields, is_union, key_of, section_types, type_name
 from forge_train.errors import ConfigError
@@ -71,7 +71,7 @@ def print_explanation(job: ResolvedJob, console: Console, changed: bool = False)
     table.add_column("origin", overflow="fold")
     for key, value in job.values().items():
         origin = job.origin(key)
-        if changed and origin == "default":
+        if changed and (origin == "default" or is_default(key, value)):
             continue
         style = "dim" if origin == "default" else None
         table.add_row(key, _show(value), origin, style=style)

@@ -57,9 +57,11 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
         after = trainer.run.next_rate(2 * total)
         rates = f"; the learning rate goes from {last[1]:.4g} to {after:.4g}"
     print(f"  {command} {again} --train.steps {2 * total}   # go on from here{rates}")
-    other = shlex.quote(f"{paths.path}-2")
-    lr = trainer.config.optimizer.lr / 2
-    print(f"  {command} {again} --run.dir {other} --optimizer.lr {lr:g}   # another run")
+    other, lr = shlex.quote(f"{paths.path}-2"), trainer.config.optimizer.lr / 2
+    weights = shlex.quote(f"{paths.path}@0")  # of an import, which is no key of the configuration
+    begin = f" --init.from {weights}" if paths.imported.exists() else ""
+    if not begin or (paths.checkpoints / "step-00000000").exists():
+        print(f"  {command} {again} --run.dir {other}{begin} --optimizer.lr {lr:g}   # another run")
 
 
 def _is_cut(trainer: Trainer) -> bool:

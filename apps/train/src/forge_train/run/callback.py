@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_train._shared.misspelled import misspells
 from forge_train._shared.problems import Problem, invalid
 from forge_train.build.rules import find_callbacks
 from forge_train.config.schema import CallbackConfig
@@ -101,9 +102,17 @@ def load_callbacks(tables: Mapping[str, CallbackConfig]) -> list[Extension]:
 
 
 def hook_problems(callbacks: Sequence[Extension]) -> list[Problem]:
-    """A problem for each hook that does not take the arguments of its call."""
-    found = []
-    for hook, base in inspect.getmembers(Callback, inspect.isfunction):
+    """A problem for each hook that does not take the arguments of its call, and for each method that is almost a hook."""
+    hooks, found = dict(inspect.getmembers(Callback, inspect.isfunction)), []
+    for callback in callbacks:
+        for name in vars(type(callback)):
+            near = [hook for hook in hooks if misspells(name, hook) and not hasattr(Callback, name)]
+            if near and callable(getattr(callback, name)):
+                key, rule = f"{type(callback).__qualname__}.{name}", "is not the name of a hook"
+                fix = f"name it {near[0]}, or otherwise if it is no hook"
+                found.append(Problem(key, "misspelled", ..., rule, fix))
+
+    for hook, base in hooks.items():
         _, *wanted = inspect.signature(base).parameters
         for callback in callbacks:
             if not hasattr(callback, hook):  # only callbacks have it
