@@ -127,6 +127,11 @@ def test_cat_rejects_wrong_arguments(tmp_path, capsys, arguments, key, value, co
         run(*arguments)
 
 
+def test_cat_offers_the_names_that_are_near(tmp_path):
+    with rejects("name", "model.stepz", "not_found", where="model.steps"):
+        run("cat", saved(tmp_path, 1), "model.stepz")
+
+
 def test_cat_reads_only_the_blocks_of_its_part(tmp_path, capsys):
     with Store(tmp_path) as store:
         store.save(1, {"w": torch.arange(4 * 2**20, dtype=torch.float32).view(4, -1)})

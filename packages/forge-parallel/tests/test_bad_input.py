@@ -119,7 +119,7 @@ def test_values_of_tensor_and_context_parallelism() -> None:
 def test_streams_of_opaque_modules_and_widths_of_logits() -> None:
     opaque: Any = type("OpaqueTokens", (Opaque, Tokens), {})()
     opaque.tp = TPRegion(NamedGroup("", 1, 0), False)
-    with rejects("opaque", ..., "input"):
+    with rejects("opaque", "OpaqueTokens", "input"):
         opaque(torch.zeros(1, 2, dtype=torch.int64))
     with rejects("opaque", ..., "output"):
         opaque(torch.zeros(1, 2, 4))

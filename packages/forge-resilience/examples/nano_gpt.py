@@ -65,6 +65,7 @@ def main(run):
     heartbeat = Heartbeat.from_environ()  # +
     dist.init_process_group("gloo")
     rank, path = dist.get_rank(), Path(run, "checkpoint.pt")
+    path.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -75,7 +76,7 @@ def main(run):
         step = state["step"]
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    journal = Journal(Path(run, "events.jsonl") if rank == 0 else os.devnull)  # +
+    journal = Journal(Path(run, "events.jsonl") if rank == 0 else None)  # +
     journal.record("resume" if step else "start", step=step)  # +
     told = None
     with StopSignal(announce=rank == 0) as stop:  # +

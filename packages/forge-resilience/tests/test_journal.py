@@ -158,6 +158,7 @@ def test_a_log_is_read_on_from_an_offset_and_a_line_without_an_end_later(tmp_pat
 def test_F149_a_journal_is_a_regular_file_of_the_home_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     Journal("~/[a].jsonl").record("start")
+    Journal(None).record("start")  # of a rank other than 0
     assert [e["event"] for e in read_events("~/[a].jsonl")] == ["start"]
     assert (tmp_path / "[a].jsonl").is_file()
     os.mkfifo(tmp_path / "fifo")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -512,6 +513,7 @@ def test_a_controller_that_restarts_is_waited_for_and_one_that_rejects_is_named(
     [
         ({"nodes": "4-3"}, "nodes", "4-3", "format"),
         ({"nodes": 0}, "nodes", 0, "format"),
+        ({"on_stop": "reque"}, "on_stop", "reque", "unknown"),
         ({"tasks_per_node": 0}, "tasks_per_node", 0, "range"),
         ({"time_limit": "soon"}, "time_limit", "soon", "format"),
         ({"partition": "gpu --exclusive"}, "partition", "gpu --exclusive", "word"),
@@ -560,6 +562,10 @@ def test_a_path_that_no_node_could_find_is_rejected() -> None:
 def test_a_limit_that_leaves_no_time_and_an_array_at_a_terminal_are_rejected(site: Site) -> None:
     with rejects("time_limit", "1:30", "lead"):
         batch_script(SlurmConfig(time_limit="1:30"), ["true"], site.facts)
+    for command, code in (("python train.py", "type"), (["torchrun", "train.py"], "launcher")):
+        with rejects("command", ANY, code):
+            batch_script(SlurmConfig(gpus_per_node=2), command, site.facts)
+    assert batch_script(SlurmConfig(), ["torchrun", "train.py"], site.facts)
     with rejects("array", "1-2%1", "unsupported"):
         interactive_commands(SlurmConfig(array="1-2%1"), ["true"], site.facts)
 

@@ -30,16 +30,19 @@ class Journal:
     are recorded as numbers (a tensor of a device waits for it), those over 256 elements as their text;
     nan and inf, which JSON lacks, as null; other values that JSON cannot say as their `str`. A line is written by a single `os.write` to a descriptor
     opened with O_APPEND: lines of several processes do not mix, and a kill tears the last line at
-    most. A torn line of an earlier attempt is ended first, so that it cannot swallow a new one.
+    most. A torn line of an earlier attempt is ended first, so that it cannot swallow a new one. Without a path, as on
+    ranks other than 0, nothing is recorded.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = user_path(path)
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self.path = None if path is None else user_path(path)
         self._host = platform.node()
         self._warned = False
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append one event."""
+        if self.path is None:
+            return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         head = {"event": event, "time": now, "pid": os.getpid(), "host": self._host}
         try:

@@ -13,6 +13,7 @@ import tyro
 
 from forge_ckpt import codec, directories, manifest
 from forge_ckpt._shared.bars import progress_bar
+from forge_ckpt._shared.names import nearest_names
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.directories import refuse_foreign
 from forge_ckpt.errors import CorruptCheckpoint, one_line
@@ -231,7 +232,8 @@ def cat(
             return SAME
 
         if name not in saved.table.tensors:
-            names = [n for n in saved.table.paths() if name in n][:3] or [*saved.table.paths()][:3]
+            paths = [*saved.table.paths()]
+            names = [n for n in paths if name in n][:3] or nearest_names(name, paths)
             fix = f"use a name like {', '.join(names)}"
             raise invalid("name", "not_found", name, f"is not in {path}", fix)
         entry = saved.table.tensors[name]

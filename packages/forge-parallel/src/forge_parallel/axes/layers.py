@@ -238,7 +238,7 @@ class Opaque(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module's own forward on the tokens of all tp ranks, and return the stream of this rank's tokens."""
-        full = _gather_streams((*args, *kwargs.values()), self.tp.group)
+        full = _gather_streams((*args, *kwargs.values()), self.tp.group, type(self).__name__)
         args = tuple(full.get(id(a), a) for a in args)
         kwargs = {key: full.get(id(a), a) for key, a in kwargs.items()}
         out = super().forward(*args, **kwargs)
@@ -305,11 +305,11 @@ def _is_stream(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _gather_streams(values: tuple[Any, ...], group: NamedGroup) -> dict[int, Tensor]:
+def _gather_streams(values: tuple[Any, ...], group: NamedGroup, name: str) -> dict[int, Tensor]:
     """{id: all tokens} of the first float tensor and of those of its shape (queries, keys, values)."""
     floats = [value for value in values if _is_stream(value)]
     if not floats:
-        raise invalid("opaque", "input", ..., "module must take the stream as a float tensor")
+        raise invalid("opaque", "input", name, "must take the stream as a float tensor")
     first, dim = floats[0], token_dim(floats[0])
     streams = {id(x): x for x in floats if x.shape == first.shape}
     return {key: gather_replicated(x, group, dim) for key, x in streams.items()}

@@ -32,10 +32,13 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
     `facts.broken_nodes` prints. Other codes end it with that code. 70 is the code of two attempts in a row without a new
     checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
 
-    Raises ValueError for a time limit that leaves no time before the save. The folder of `facts.script` must exist when
+    srun starts a task for each rank, with Slurm's variables alone; `facts.supervisor` sets RANK and the others of torch. Raises
+    ValueError for a time limit that leaves no time before the save, and for a command that is one text, or torchrun on
+    nodes of several tasks, each of which would start ranks. The folder of `facts.script` must exist when
     the job starts: its log and its list of attempts are written there.
     """
     _check_time_limit(config, facts)
+    _check_command(config, command)
     values = _values(config, command, facts)
     hardware = ["loop_hardware"] if _excludes_nodes(config, facts) else []
     leaves = config.on_stop == "leave"
@@ -58,6 +61,17 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
         _fill(values, "loop", *hardware, "loop_end"),
     ]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
+
+
+def _check_command(config: SlurmConfig, command: Sequence[str]) -> None:
+    if isinstance(command, str):
+        rule, fix = "must be a list of words", "use ['python', 'train.py']"
+        raise invalid("command", "type", command, rule, fix)
+    torchrun = {"torchrun", "torch.distributed.run"} & {os.path.basename(w) for w in command[:3]}
+    if torchrun and config.ranks_per_node > 1:
+        rule = f"starts ranks itself, and srun starts it {config.ranks_per_node} times on each node"
+        fix = "give the command of one rank, or tasks_per_node = 1"
+        raise invalid("command", "launcher", shlex.join(command), rule, fix)
 
 
 def interactive_commands(
