@@ -178,6 +178,6 @@ A preset of one GPU must be planned within {one}; so must the other jobs on one 
 within {many}, on their fullest rank; no plan may be more than 2% below its peak. Rows are made by `hatch run null-gpu memory --write`
 (tests/null_gpu/memory_rows.py has flags); a test plans each of them again.
 
-Two peaks rose since the rows of before. A fused loss holds a block of logits, 0.5 GB in bf16, and 1 GB of fp32 rows of it, so
+Two peaks rose since November 27, 2026. A fused loss holds a block of logits, 0.5 GB in bf16, and 1 GB of fp32 rows of it, so
 that a GPU runs fewer kernels ("1b fused loss, micro_batch 4", from 43.28 GB). One process in bf16 without FSDP2 casts all
 gradients after the backward of all blocks ("moe_64 8 layers, recompute full", from 91.69 GB)."""
