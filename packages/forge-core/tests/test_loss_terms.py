@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from live_bytes import LiveBytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core._shared import cross_entropy as shared
 from forge_core.loss import LossBreakdown, TokenLoss, cross_entropy, fused_cross_entropy
+from forge_testing.live_bytes import LiveBytes
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from live_bytes import LiveBytes
 from torch import Tensor, nn
 
 from forge_core.optim import EMAConfig, OptimizerConfig, base, build_optimizer
+from forge_testing.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.lane("test")
 

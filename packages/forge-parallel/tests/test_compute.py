@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -104,6 +105,22 @@ def test_F160_an_evaluation_keeps_the_mode_of_each_module() -> None:
     before = [module.training for module in compute.model.modules()]
     evaluate(compute, rows(1).split(2), weight, lambda value: [value])
     assert [module.training for module in compute.model.modules()] == before
+
+
+def test_weights_cast_for_a_micro_batch_end_before_the_next_one() -> None:
+    config = ParallelConfig(device=device().type, precision="bf16")
+    compute = make(make_meshes(config), config)
+    casts: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def count(head: nn.Module, *_: Any) -> None:
+        alive.append(sum(cast() is not None for cast in casts))
+        casts.append(weakref.ref(head.weight))  # type: ignore[arg-type]
+
+    compute.model.head.register_forward_pre_hook(count)  # type: ignore[operator, union-attr]
+    compute.gradients(rows(1), lambda: 1.0)
+    assert alive == [0, 0]
+    assert [cast() for cast in casts] == [None, None]
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel._shared import cross_entropy
 from forge_parallel._shared.problems import Problem
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.config import Layout
@@ -40,6 +41,7 @@ from forge_parallel.plan.candidate import describe
 from forge_parallel.plan.memory import Memory, local_numel, micro_batches_in_flight
 from forge_parallel.plan.trace import trace
 from forge_testing import device, run_on_ranks
+from forge_testing.live_bytes import LiveBytes
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -210,6 +212,47 @@ def plan(
     return estimate_layout(
         model, config, world, global_batch=batch, micro_batch=micro_batch, seq_len=SEQ
     )
+
+
+def test_gradients_of_casts_wait_for_the_end_of_the_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Few tokens, so that weights are most of it: what the second micro-batch of one process holds at its peak."""
+    monkeypatch.setattr(memory, "_LIBRARIES", 0.0)
+    config = ParallelConfig(device="cpu", recompute="none")
+    candidate = Candidate(Profile(on_meta(hidden=512), 8), config, 1, 2, 1, H200, 8, Storage())
+    planned = memory.stage_memory(candidate, 0)
+    stored = planned.weights + planned.gradients + planned.moments
+
+    model = parallelize(Llama(hidden=512), config, make_meshes(config))
+    tokens = torch.randint(96, (1, 8))
+    model(tokens).sum().backward()
+    with LiveBytes() as live:
+        model(tokens).sum().backward()
+    assert 0.98 <= (planned.peak - stored) / live.peak <= 1.05
+
+
+@pytest.mark.parametrize("sequences", [1, 4], ids=["one block", "blocks"])
+def test_a_fused_loss_holds_a_block_of_logits(
+    sequences: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vocab, rows = 512, 16
+    monkeypatch.setattr(cross_entropy, "_BLOCK_CPU", rows * vocab)
+    for module in (cross_entropy, memory):
+        monkeypatch.setattr(module, "block_size", lambda *_: 2 * SEQ)
+    config = ParallelConfig(device="cpu")
+    storage = Storage(fused_loss=True, workspace=rows * vocab * 8)
+    profile = Profile(on_meta(vocab=vocab), SEQ)
+    candidate = Candidate(profile, config, 1, 8, sequences, H200, 8, storage)
+
+    shapes = ((sequences * SEQ, 64), (vocab, 64))
+    x, weight = (torch.randn(*shape).bfloat16().requires_grad_() for shape in shapes)
+    labels = torch.randint(vocab, x.shape[:1])
+    flat = cross_entropy.Labels.of(labels, None, -100, vocab, torch.float32)
+    terms = cross_entropy.Vocab.of(vocab, 0.0, 0.0), cross_entropy.Head.of(1.0, None)
+    with LiveBytes() as live:
+        cross_entropy.loss_of_hidden(x, weight, flat, labels.shape, *terms).sum.backward()
+    assert 0.95 <= memory.stage_memory(candidate, 0).loss / live.peak <= 1.02
 
 
 @pytest.mark.parametrize(

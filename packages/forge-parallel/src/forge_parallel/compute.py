@@ -203,6 +203,7 @@ class Compute:
             with span("backward"):
                 loss.backward()
             total = total + torch.stack([loss.detach(), *others])
+            del loss  # or its graph, with all casts, would live through the next forward
         return self._once_per_replica(total)
 
     def host_names(self, batch: BatchLike) -> list[str]:

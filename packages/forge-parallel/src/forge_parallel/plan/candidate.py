@@ -11,7 +11,13 @@ import torch
 
 from forge_parallel._shared.problems import raise_problems
 from forge_parallel.compute import MicroBatches, divide_batch
-from forge_parallel.config import Layout, ParallelConfig, splits_backward, stages_on
+from forge_parallel.config import (
+    Layout,
+    ParallelConfig,
+    casts_on_one_rank,
+    splits_backward,
+    stages_on,
+)
 from forge_parallel.plan.profile import ParamGroup, Profile
 from forge_parallel.plan.topology import Hardware, Topology
 from forge_parallel.plan.trace import Trace, trace
@@ -138,6 +144,12 @@ class Candidate:
     def wrapped(self) -> bool:
         """Whether FSDP2 wraps the model."""
         return self.world_size > 1 or self.config.precision != "fp32" or self.config.cpu_offload
+
+    @property
+    def casts(self) -> bool:
+        """Whether one process casts its parameters for each forward, in place of FSDP2 (`axes.precision`)."""
+        ours = not self.storage.sync_once and self.storage.frozen != 2
+        return self.wrapped and self.world_size == 1 and ours and casts_on_one_rank(self.config)
 
     @property
     def compiled(self) -> bool:

@@ -6,7 +6,11 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import NamedTuple
 
+import torch
+
+from forge_parallel._shared.cross_entropy import block_size
 from forge_parallel.axes.fsdp import OWN_UNIT, shards_dim_1
+from forge_parallel.axes.precision import BATCH
 from forge_parallel.axes.roles import BY_ROWS
 from forge_parallel.config import splits_backward
 from forge_parallel.plan.candidate import Candidate, Load
@@ -24,8 +28,8 @@ class Memory:
                   a block's gradients and the buffers of collectives; an embedding or a head that FSDP2 wraps by itself
                   is not gathered while blocks run
     loss          logits, their gradient, its workspace
-    peak          largest of three moments: the loss, a block's backward, the end of the backward, each with tensors
-                  left from the moment before, and workspaces
+    peak          largest of four moments: the loss, a block's backward, the casts of gradients in one process, the end of
+                  the backward, each with tensors left from the moment before, and workspaces
     """
 
     weights: float
@@ -103,6 +107,11 @@ def local_numel(param: ParamInfo, candidate: Candidate) -> int:
     return ceil(shape[0] / shards) * prod(shape[1:]) if shape else 1
 
 
+def _trained(param: ParamInfo) -> int:
+    """Elements of a parameter that has gradients."""
+    return prod(param.shape) * param.trains
+
+
 def _shards(param: ParamInfo, candidate: Candidate) -> int:
     """Number of FSDP2's shards of a parameter."""
     return candidate.topology.axes()["efsdp" if param.role == "expert" else "fsdp"][0]
@@ -142,6 +151,7 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     peak = static + max(
         before + activations + loss + gathered.head,
         max(before + activations, after) + recomputed + gathered.buffers,
+        before + gathered.uncast,
         after + gathered.ends,
     )
     return Memory(weights, gradients, moments, activations, recomputed,
@@ -223,6 +233,8 @@ class Gathered(NamedTuple):
     buffers  unsharded gradients and buffers of collectives in a block's backward
     ends     those of modules outside blocks at the end of the backward
     waits    the input of the last reduce-scatter
+    uncast   all gradients in the compute dtype, and the largest in fp32: where one process casts its parameters before the
+             forward, autograd casts their gradients after the backward of all blocks
     """
 
     blocks: float
@@ -230,6 +242,7 @@ class Gathered(NamedTuple):
     buffers: float
     ends: float
     waits: float
+    uncast: float = 0.0
 
 
 def _gathered(candidate: Candidate, load: Load) -> Gathered:
@@ -259,6 +272,8 @@ def _gathered(candidate: Candidate, load: Load) -> Gathered:
     after_blocks = group_size(candidate.profile.ends(False, load.last), candidate).learned
     pending = (after_blocks - head.learned) * compute + head.learned * candidate.reduce
     last = ends.learned - head.learned
+    if candidate.casts:
+        return Gathered(gathered, 0.0, pending, *_at_casts(candidate, load))
     return Gathered(
         gathered,
         head.gathered * compute,
@@ -269,6 +284,22 @@ def _gathered(candidate: Candidate, load: Load) -> Gathered:
 
 
 _NOTHING = GroupSize(0, 0, 0.0, 0, 0, 0)
+
+
+def _at_casts(candidate: Candidate, load: Load) -> tuple[float, float, float]:
+    """`ends`, `waits` and `uncast` where one process casts parameters: their gradients are cast from the last to the first.
+
+    In later micro-batches a gradient in fp32 is new, and added to the sum.
+    """
+    compute = candidate.compute
+    learned = sum(group_size(group, candidate).learned for group in load.groups)
+    # the largest in fp32; or of a tied table, which takes as much, two gradients next to their sum
+    largest = max(_trained(p) for group in load.groups for p in group.params)
+    uncast = learned * compute + max(largest, min(BATCH, learned)) * 4
+
+    table = max((_trained(p) for p in load.ends.params), default=0)
+    added = 4 * (candidate.num_micro_batches > 1)
+    return float(table * (compute + added)), 0.0, float(uncast)
 
 
 def _own_units(candidate: Candidate, load: Load) -> tuple[GroupSize, GroupSize]:
@@ -286,18 +317,24 @@ def _own_units(candidate: Candidate, load: Load) -> tuple[GroupSize, GroupSize]:
 def _loss(candidate: Candidate) -> float:
     """Bytes of the loss: logits of a micro-batch, their gradient, and the blocks in which it is computed.
 
-    A fused loss keeps the gradients of the head's input and, in fp32, of its weight for the loss of each predicted
-    token, and the weight's gradient in the dtype of the backward; its blocks of logits are freed by then, and smaller.
+    A fused loss keeps the gradients of the head's input and weight for the loss of each predicted token, that of the weight
+    in fp32 if there are several blocks; next to them is a block of logits, or the weight's gradient in the compute dtype.
     """
     s, compute = candidate.storage, candidate.compute
+    logits = candidate.trace.logits * candidate.micro_batch
     if s.fused_loss:
         # modules of multi-token prediction are among these parameters, and smaller
         params = candidate.profile.ends(False, True).params
-        weight = max(local_numel(p, candidate) * _shards(p, candidate) for p in params)
+        sizes = [(local_numel(p, candidate) * _shards(p, candidate), p.shape[-1]) for p in params]
+        weight, dim = max(sizes)
+        ids = weight // dim
+        block = block_size(ids, dim, torch.float32, torch.bfloat16, "cuda") * ids
         inputs = max(kind.inputs for kind in candidate.trace.kinds.values()) * candidate.micro_batch
-        return (1 + candidate.profile.ahead) * (inputs + weight * 4) + weight * compute
+        kept = inputs + weight * (4 if logits > block else compute)
+        block = min(block, logits)
+        workspace = block * compute + min(s.workspace, block * 8)
+        return (1 + candidate.profile.ahead) * kept + max(workspace, weight * compute)
 
-    logits = candidate.trace.logits * candidate.micro_batch
     if s.whole_logits:
         logits *= candidate.layout.tp
     # the workspace holds fp32 logits and their fp32 gradient, in blocks
