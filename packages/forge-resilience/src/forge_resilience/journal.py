@@ -35,13 +35,13 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self.path = None if path is None else user_path(path)
+        self.path, self._records = user_path(path or os.devnull), path is not None
         self._host = platform.node()
         self._warned = False
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append one event."""
-        if self.path is None:
+        if not self._records:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         head = {"event": event, "time": now, "pid": os.getpid(), "host": self._host}
