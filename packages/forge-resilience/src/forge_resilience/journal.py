@@ -35,13 +35,14 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
-        self.path = None if path is None else user_path(path)
+        self.path = user_path(os.devnull if path is None else path)
+        self._off = path is None
         self._host = platform.node()
         self._warned = False
 
     def record(self, event: str, /, **fields: Any) -> None:
         """Append one event."""
-        if self.path is None:
+        if self._off:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         head = {"event": event, "time": now, "pid": os.getpid(), "host": self._host}
