@@ -5,7 +5,8 @@
 
 Blocks in `bash` run one after another in a copy of the checkout without `tests/`, in which `runs/debug` holds the result of
 `hatch run train`; variables and the folder last from block to block. Blocks in `python` run in one process. Blocks in another
-language only show something. A line `<!-- not run: REASON -->` before a block leaves it out, for one of REASONS.
+language only show something. What a line `print(...)  # TEXT` prints must be TEXT, or its part before a `,`, `;` or `:`, if TEXT
+begins as a value of Python does; other comments are prose. A line `<!-- not run: REASON -->` before a block leaves it out, for one of REASONS.
 
 After a line `<!-- needs Slurm -->` a block runs next to a Slurm of our own (tests/slurm/cluster.py), and the jobs that its page
 submits must end well. The tests leave these blocks out. This command starts that Slurm, and fails where it cannot.
@@ -62,6 +63,9 @@ _FENCE = re.compile(
     r"(?:^<!-- (?:not run: (?P<reason>[^\n]+?)|(?P<slurm>needs Slurm)) -->\n)?"
     r"^```(?P<language>[^\n]*)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
+)
+_PRINTED = re.compile(
+    r"^ *print\(.*\)  # ((?:b?['\"]|[\[({\d-]|(?:True|False|None|[a-z_.]+\()).*)$", re.MULTILINE
 )
 _BLOCK_SECONDS = 600.0
 _AT_ONCE = 2
@@ -191,6 +195,7 @@ names = {"__name__": "__main__"}
 for line in sys.stdin:
     place, code = json.loads(line)
     exec(compile(code, place, "exec"), names)
+    sys.stdout.flush()
     print("block done", file=sys.stderr, flush=True)
 """
 
@@ -211,7 +216,8 @@ class Reader:
         }  # fmt: skip
         self._state.write_text(f"cd {checkout}\n")
         self._python: subprocess.Popen[str] | None = None
-        self._log = (user / "python.log").open("w+")
+        self._log = (user / "python.log").open("w")
+        self._printed = (user / "python.log").open()  # an offset of its own
 
     def read(self, block: Block) -> None:
         """Run one block; BlockError if it fails."""
@@ -245,6 +251,7 @@ class Reader:
         try:
             for line in self._python.stderr:
                 if line == "block done\n":
+                    self._compare(block)
                     return
                 said.append(line)
         finally:
@@ -252,12 +259,21 @@ class Reader:
         self._python.wait()
         raise BlockError(f"{place} fails\n{''.join(said[-30:])}")
 
+    def _compare(self, block: Block) -> None:
+        """BlockError unless the output of a block has each text that it says it prints."""
+        lines = self._printed.read().splitlines()
+        for text in _PRINTED.findall(block.code):
+            if not any(line and re.match(re.escape(line) + r"(?:$|[,;:])", text) for line in lines):
+                output = "\n".join(lines[-30:])
+                raise BlockError(f"{block.page}:{block.line} does not print {text}\n{output}")
+
     def close(self) -> None:
         """End the Python process."""
         if self._python is not None:
             self._python.kill()
             self._python.wait()
         self._log.close()
+        self._printed.close()
 
 
 def run_page(page: str, home: Path, folder: Path, slurm: Slurm | None = None) -> float:

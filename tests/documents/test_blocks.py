@@ -52,7 +52,7 @@ def test_code_of_a_page_is_in_fences() -> None:
 
 @pytest.mark.parametrize(
     ("code", "language"), [("false", "bash"), ("hatch run no_such_program", "bash"), ("pip install ./packages/nothing", "bash"),
-                           ("hatch run mutations --no-such-option", "bash"), ("undefined_name", "python")]
+                           ("hatch run mutations --no-such-option", "bash"), ("undefined_name", "python"), ("print(1 + 1)  # 3, a sum", "python")]
 )  # fmt: skip
 @pytest.mark.slow
 @pytest.mark.lane("ci")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -24,6 +24,9 @@ class Config(Checked):
     from_: int = field(0, between=(0, 5))
     """a word of Python"""
     table: dict[str, Any] = field(dict, "a table", path=True)
+    kind: Literal["a", "b"] = "a"
+    maybe: Literal["c"] | None = None
+    several: tuple[Literal["d"], ...] = ("d", "d")
 
     def _problems(self) -> Iterator[Problem]:
         if self.name == "bad":
@@ -32,10 +35,17 @@ class Config(Checked):
 
 def test_defaults_and_metadata_are_those_of_a_field() -> None:
     wanted = {"name": "a", "steps": None, "clip": 1.0, "from_": 0, "table": {}}
-    assert asdict(Config("a")) == wanted
+    wanted |= {"kind": "a", "maybe": None, "several": ("d", "d")}
+    assert asdict(Config("a", maybe=None)) == wanted
     assert Config("a").table is not Config("a").table
     assert Config.__dataclass_fields__["table"].metadata["path"]
-    assert Config("a", 10**9, 5e-324, 5)
+    assert Config("a", 10**9, 5e-324, 5, kind="b", maybe="c")
+
+
+@pytest.mark.parametrize(("key", "value"), [("kind", "c"), ("kind", None), ("maybe", "a")])
+def test_a_value_that_a_literal_does_not_have_is_a_problem(key: str, value: Any) -> None:
+    with rejects(key, value, "unknown"):
+        Config("a", **{key: value})
 
 
 @pytest.mark.parametrize(
@@ -48,6 +58,11 @@ def test_defaults_and_metadata_are_those_of_a_field() -> None:
 def test_a_value_out_of_its_range_is_a_problem(key: str, value: float) -> None:
     with rejects(key, value, "range"):
         Config("a", **{"from_" if key == "from" else key: value})
+
+
+def test_one_text_in_place_of_a_list_is_a_problem() -> None:
+    with rejects("several", "d", "type"):
+        Config("a", several="d")  # type: ignore[arg-type]
 
 
 def test_all_problems_are_in_one_error() -> None:

@@ -858,6 +858,13 @@ def test_a_role_that_is_a_number_is_rejected_in_its_cell(lab: Path) -> None:
     assert_problem(result, "up.*", 3, "type")  # type: ignore[arg-type]
 
 
+@pytest.mark.lane("test")
+def test_a_layout_of_experts_is_rejected_as_nothing_shards_them(lab: Path) -> None:
+    (result,) = run(["my_lab:build", "--layout", "ep=2", "--nproc", "2"])
+    assert result.verdict == "refused"
+    assert_problem(result, "ep", 2, "unsupported")  # type: ignore[arg-type]
+
+
 @pytest.mark.slow
 def test_ambiguous_blocks_raise_and_may_be_named() -> None:
     class Two(Model):

@@ -218,17 +218,19 @@ def test_a_state_that_no_policy_saved_is_rejected(wrong: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "key", "value", "code"),
     [
+        (NonfiniteConfig, "action", "sotp", "unknown"),
         (NonfiniteConfig, "max_in_a_row", -1, "range"),
         (NonfiniteConfig, "max_in_a_row", 2, "action"),
         (SpikeConfig, "sigma", 0, "range"),
         (SpikeConfig, "sigma", NAN, "range"),
         (SpikeConfig, "window", 1, "range"),
+        (SpikeConfig, "of", "losses", "unknown"),
         (RollbackConfig, "max_rollbacks", 0, "range"),
         (RollbackConfig, "batches_before", -1, "range"),
         (RollbackConfig, "lr_factor", 2.0, "range"),
     ],
 )
-def test_values_out_of_range_are_rejected(kind: Any, key: str, value: float, code: str) -> None:
+def test_values_out_of_range_are_rejected(kind: Any, key: str, value: Any, code: str) -> None:
     with rejects(key, value, code):
         kind(**{key: value})
 

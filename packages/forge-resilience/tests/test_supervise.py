@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import pytest
 
-from forge_resilience import ExitCode, local_workers, read_events
+from forge_resilience import ExitCode, local_workers, read_events, run_local_workers
 from forge_resilience.heartbeat import Heartbeat, read_heartbeats
 from forge_resilience.supervise import FINAL_CODES, Late, Result, WatchConfig, supervise, supervisor
 from forge_resilience.supervise.__main__ import _parser
 from forge_resilience.supervise.hang import collect_stacks, describe_hang
+from forge_testing.problems import rejects
 
 pytestmark = [
     pytest.mark.distributed,
@@ -564,6 +565,24 @@ def test_invalid_arguments_are_rejected(args, said):
     assert "Traceback" not in done.stderr
 
 
+def test_a_command_that_is_one_text_is_rejected():
+    for start in (supervise, run_local_workers):
+        with rejects("command", "true", "type"):
+            start("true", 1)
+
+
+@pytest.mark.parametrize("script", ["sys.exit(3)", "open('missing')"])
+def test_a_program_that_fails_at_once_and_has_no_heartbeat_makes_no_progress(script):
+    result = supervise([sys.executable, "-c", f"import sys; {script}"], 1)
+    assert (result.code, result.attempts) == (70, 2)
+
+
+def test_a_program_that_runs_for_a_while_without_heartbeats_is_restarted(monkeypatch):
+    monkeypatch.setattr(supervisor, "_SHORT_SECONDS", 0.0)
+    result = supervise(["sh", "-c", "exit 3"], 1, config=WatchConfig("restart", max_restarts=3))
+    assert (result.code, result.attempts) == (3, 4)
+
+
 def test_an_error_that_may_pass_is_not_the_end_of_a_job():
     code = (
         "import errno, sys\nfrom forge_resilience.supervise import __main__ as own\n"
@@ -588,9 +607,9 @@ def test_a_config_makes_the_command_that_reads_it() -> None:
 
 
 def test_the_result_has_code_attempts_and_reason(tmp_path, capfd):
-    config = WatchConfig("restart", max_restarts=1)
+    config = WatchConfig("restart", max_restarts=0)
     result = supervise([sys.executable, "-c", "raise SystemExit(3)"], 1, config=config)
-    assert (result.code, result.attempts) == (3, 2)
+    assert (result.code, result.attempts) == (3, 1)
     assert "rank 0" in result.reason
     assert "restarts" in capfd.readouterr().err
     left = supervise(["sh", "-c", "exit 3"], 1, config=WatchConfig("report"))

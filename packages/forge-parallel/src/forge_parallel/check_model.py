@@ -224,7 +224,8 @@ def _expert_problems(model: nn.Module, meshes: Meshes, matched: Matched) -> list
             other = f"{full[0]} is not" if full else "no parameter has the role expert"
             rule = f"must have experts that are sharded over it, and {other}"
             fix = "shard them first (forge_moe.expert_parallelize), or use ep = 1"
-            fix = fix if full else 'give roles={"*.experts.*": "expert"} for the names of yours'
+            if not full:
+                fix = 'name those of your model, as roles={"*.experts.*": "expert"}, or use ep = 1'
             problems.append(Problem("ep", "experts", meshes.sparse["ep"].size(), rule, fix))
 
     owners: dict[str, object] = {name.rpartition(".")[0]: name for name in names}

@@ -77,6 +77,14 @@ def run_local_workers(
         return run_workers(command, environs, store=store, grace_seconds=grace_seconds).code
 
 
+def words_of(command: Sequence[str]) -> list[str]:
+    """Return the words of a command. Raises ValueError for one that is one text."""
+    if isinstance(command, str):
+        rule, fix = "must be a list of words", "use ['python', 'train.py']"
+        raise invalid("command", "type", command, rule, fix)
+    return list(command)
+
+
 def run_workers(
     command: Sequence[str],
     environs: Sequence[Environ],
@@ -103,7 +111,7 @@ def run_workers(
     # SimpleQueue.put may be called from a handler; a signal that comes before the workers do waits for them
     before = install_handlers(lambda number, _: events.put((None, number)))
     try:
-        workers = _start_workers(list(command), environs, store)
+        workers = _start_workers(words_of(command), environs, store)
         for number, worker in enumerate(workers):
             arguments = (number, worker, events)
             threading.Thread(target=_wait_for_worker, args=arguments, daemon=True).start()

@@ -137,6 +137,11 @@ class _LayoutRun:
         self.config = config = cell.config(task.settings)
         if wrong := sdpa_problem(config.sdpa, device, config.precision):
             raise UnsupportedLayout([wrong])
+        if config.ep > 1:
+            rule = "needs experts that are sharded before parallelize, which no factory of a model does here"
+            fix = "compare losses of your job with ep = 1 and with ep"
+            raise invalid("ep", "unsupported", config.ep, rule, fix, kind=UnsupportedLayout)
+
         if config.cp > 1 and "positions" not in self.names:
             rule = f"must be an argument of the forward of {type(self.model).__name__} to split its sequences"
             raise invalid(

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .problems import Problem, raise_problems
 
@@ -32,13 +33,32 @@ def field(
 
 
 class Checked:
-    """Base of frozen dataclasses: a ValueError lists values out of range and the problems of `_problems`."""
+    """Base of frozen dataclasses: a ValueError lists values of a wrong type or out of range, and the problems of `_problems`."""
 
     def __post_init__(self) -> None:
-        raise_problems("", [*range_problems(self), *self._problems()])
+        raise_problems("", [*type_problems(self), *range_problems(self), *self._problems()])
 
     def _problems(self) -> Iterable[Problem]:
         return ()
+
+
+def type_problems(config: Any) -> Iterator[Problem]:
+    """A problem for each value that the Literal of its field does not have, and for one text in place of a list."""
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if isinstance(value, str) and str(item.type).startswith("tuple["):
+            yield Problem(item.name, "type", value, "must be a list of texts", f"use [{value!r}]")
+
+    fields = [item.name for item in dataclasses.fields(config) if "Literal[" in str(item.type)]
+    hints = get_type_hints(type(config)) if fields else {}
+    for name in fields:
+        hint, value = hints[name], getattr(config, name)
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if all(get_origin(o) is Literal or o is NoneType for o in options):
+            choices = [choice for option in options for choice in get_args(option) or [None]]
+            if value not in choices:
+                rule = f"must be one of {str(choices)[1:-1]}"
+                yield Problem(name.removesuffix("_"), "unknown", value, rule, f"use {choices[0]!r}")
 
 
 def range_problems(config: Any) -> Iterator[Problem]:

@@ -223,10 +223,6 @@ def _number_problems(c: SlurmConfig) -> Iterator[Problem]:
         rule = "must be a number or a range such as '3-4'"
         yield Problem("nodes", "format", c.nodes, rule, "use nodes = 1")
 
-    if c.on_stop not in ("requeue", "resubmit", "leave"):
-        rule = "must be requeue, resubmit or leave"
-        yield Problem("on_stop", "unknown", c.on_stop, rule, "use requeue")
-
     limit = "UNLIMITED" if c.time_limit is None else c.time_limit
     if str(limit).upper() not in ("UNLIMITED", "INFINITE") and not seconds_of(limit):
         rule, fix = "must be minutes or 'D-HH:MM:SS'", "use '12:00:00' for twelve hours"

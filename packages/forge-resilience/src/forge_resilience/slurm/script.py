@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import FINAL_CODES, ExitCode
+from forge_resilience.local_workers import words_of
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
 
 #: Options of sbatch and salloc for keys of SlurmConfig; None leaves one out, so that Slurm's default holds.
@@ -64,10 +65,10 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
 
 
 def _check_command(config: SlurmConfig, command: Sequence[str]) -> None:
-    if isinstance(command, str):
-        rule, fix = "must be a list of words", "use ['python', 'train.py']"
-        raise invalid("command", "type", command, rule, fix)
-    torchrun = {"torchrun", "torch.distributed.run"} & {os.path.basename(w) for w in command[:3]}
+    """ValueError for a command that is one text, or torchrun on several tasks of a node."""
+    torchrun = {"torchrun", "torch.distributed.run"} & {
+        os.path.basename(word) for word in words_of(command)
+    }
     if torchrun and config.ranks_per_node > 1:
         rule = f"starts ranks itself, and srun starts it {config.ranks_per_node} times on each node"
         fix = "give the command of one rank, or tasks_per_node = 1"
@@ -83,6 +84,7 @@ def interactive_commands(
     command. Raises ValueError as `batch_script` does, and for arrays.
     """
     _check_time_limit(config, facts)
+    _check_command(config, command)
     if config.array:
         fix = "leave it out, or submit the job"
         raise invalid("array", "unsupported", config.array, "needs a batch job", fix)

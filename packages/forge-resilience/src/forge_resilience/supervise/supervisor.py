@@ -21,7 +21,7 @@ from forge_resilience._shared.paths import files_named, open_regular, user_path
 from forge_resilience.exit_codes import FINAL_CODES, ExitCode, History, NoRestart, may_restart
 from forge_resilience.heartbeat import FOLDER, HeartbeatRecord, read_heartbeats
 from forge_resilience.journal import Journal, read_events
-from forge_resilience.local_workers import ExitStatus, rank_of, run_workers
+from forge_resilience.local_workers import ExitStatus, rank_of, run_workers, words_of
 from forge_resilience.stop import StopSignal
 from forge_resilience.supervise.hang import Hang, describe_hang
 from forge_resilience.supervise.node_slot import NodeSlot, find_node_slot
@@ -29,6 +29,8 @@ from forge_resilience.supervise.watch import Late, Watch, WatchConfig
 
 _LOOK_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 4.0
+#: An attempt without heartbeats and saves that ends within this time has made no progress.
+_SHORT_SECONDS = 10.0
 _MEMORY = Path("/dev/shm")
 _FOLDERS = "forge-heartbeats-"
 _OWNER = "FORGE_HEARTBEAT_OWNER"
@@ -108,8 +110,8 @@ def supervise(
     A rank that fails, or is late by `config`, ends the others. With `action="restart"`, the default here (that of
     WatchConfig is "report"), all are started again on this node, unless a signal asked for a stop, the code is one of
     FINAL_CODES, other nodes have ranks of the job, or `max_restarts` are used up; a line on stderr says which. Two
-    attempts in a row without progress (no step beyond the best one so far, no newer `save` in the journal) end with
-    code 70. A hang that is not followed by a restart is code 1, or 75 if a stop had been asked for. What was started below this process meanwhile, and is left running, is ended; after code
+    attempts in a row without progress (no step beyond the best one so far, no newer `save` in the journal; of a program
+    without both, those that end within 10 s) end with code 70. A hang that is not followed by a restart is code 1, or 75 if a stop had been asked for. What was started below this process meanwhile, and is left running, is ended; after code
     0 what took a session of its own goes on, such as an upload that a callback detached.
 
     Raises ValueError, RuntimeError and OSError as `run_local_workers` does. Cost: two reads a second for each rank.
@@ -124,7 +126,7 @@ def supervise(
 
     with _heartbeat_folder(folder or environ.get(FOLDER)) as heartbeats:
         job = _Supervised(
-            command=list(command),
+            command=words_of(command),
             slot=slot,
             environ=environ,
             folder=heartbeats,
@@ -236,7 +238,8 @@ class _Supervised:
         off = self.config.action == "off"
         with self.slot.environs(self.environ | {LIFE: str(self.restarts)}) as (environs, store):
             self._remove_old_heartbeats(environs)
-            return run_workers(
+
+            outcome = run_workers(
                 self.command,
                 environs,
                 store=store,
@@ -245,6 +248,8 @@ class _Supervised:
                 look_seconds=min(_LOOK_SECONDS, self.config.shortest / 4),
                 parent=self.guard,
             )
+        self.seconds = time.monotonic() - self.began
+        return outcome
 
     def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
         """Remove heartbeats of an earlier attempt or run; in a shared folder only those of the ranks that start here."""
@@ -316,6 +321,7 @@ class _Supervised:
         step, saves = self.step, [event.get("step") for event in self._events("save")]
         save = max((s for s in saves if isinstance(s, int)), default=-1)
         unknown = step < 0 and save < 0 and self.best_step < 0 and not self.expects_heartbeats
+        unknown = unknown and self.seconds >= _SHORT_SECONDS
         progressed = unknown or step > self.best_step or save > self.best_save
         self.best_step, self.best_save = max(step, self.best_step), max(save, self.best_save)
         return progressed
@@ -346,8 +352,10 @@ class _Supervised:
             return None
         if stop is NoRestart.NO_PROGRESS:
             why, code = stop.value, int(ExitCode.NO_PROGRESS)
+            # a program without heartbeats has no steps
+            beyond = f"beyond step {self.best_step}" if self.best_step >= 0 else "and no step"
             _print_line(
-                f"{self.without_progress} attempts in a row made no progress beyond step {self.best_step}: ended "
+                f"{self.without_progress} attempts in a row made no progress {beyond}: ended "
                 f"with code {code}; look at the cause of the last one: {outcome.cause}"
             )
             self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)

@@ -60,9 +60,6 @@ class WatchConfig(Checked):
             if value and not 0.1 <= value <= 10**7:
                 rule = "must be from 0.1 to 10**7 seconds, or 0 for no limit"
                 yield Problem(name, "range", value, rule, "use 540")
-        if self.action not in ("off", "report", "restart"):
-            rule = "must be off, report or restart"
-            yield Problem("action", "unknown", self.action, rule, "use restart")
 
     def limit(self, phase: str, first_step: bool = False) -> float:
         """Seconds that a rank may stay in `phase`; infinity without a limit."""
