@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from forge_resilience.health import Finding
 from forge_testing import forge_train
 from forge_testing.problems import rejects
 from forge_train import ConfigError, JobError, doctor
@@ -49,6 +50,22 @@ def test_a_machine_without_slurm_lacks_it(tmp_path: Path) -> None:
     )
     states = {finding["what"]: finding["state"] for finding in json.loads(done.out)["findings"]}
     assert (done.code, states["slurm"], states["gpu"]) == (1, "missing", "missing")
+
+
+@pytest.mark.parametrize(
+    ("states", "required", "code"),
+    [
+        (("ok", "missing"), (), 1),
+        (("ok", "missing"), ("ok",), 0),
+        (("ok", "missing"), ("missing",), 1),
+        (("broken", "ok"), ("ok",), 2),
+    ],
+)
+def test_the_code_is_that_of_what_is_required(
+    monkeypatch: pytest.MonkeyPatch, states: tuple[str, ...], required: tuple[str, ...], code: int
+) -> None:
+    monkeypatch.setattr(doctor, "_findings", lambda: [Finding("x", s, "") for s in states])
+    assert doctor.examine(required=[Finding("y", state, "") for state in required]) == code
 
 
 def test_what_a_doctor_cannot_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

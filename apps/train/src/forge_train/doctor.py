@@ -46,10 +46,13 @@ _KNOWN = ("slurm", "multi-node", "gpu")
 
 
 def examine(as_json: bool = False, required: Iterable[Finding] = ()) -> int:
-    """Print the findings, and those that were `required`; 0 when all is well, 1 when something is missing or amiss,
-    2 when runs cannot work."""
+    """Print the findings, and those that were `required`; 0 when all is well, 1 when something is missing or amiss, of
+    the required ones where there are some, and 2 when runs cannot work."""
+    required = [*required]
     findings = [*_findings(), *required]
-    code = max(_CODES[f.state][0] for f in findings)
+    code = max(
+        _CODES[f.state][0] for f in findings if f.state == BROKEN or not required or f in required
+    )
     if as_json:
         rows = [{key: getattr(f, key) for key in ("what", "state", "detail", "fix")} for f in findings]  # fmt: skip
         print(json.dumps({"ready": code == 0, "exit_code": code, "findings": rows}))
@@ -60,6 +63,7 @@ def examine(as_json: bool = False, required: Iterable[Finding] = ()) -> int:
         state = f"[{_CODES[f.state][1]}]{f.state}[/]"
         table.add_row(f.what, state, escape(f.detail), escape(f.fix))
     console = Console()
+    console = console if console.is_terminal else Console(width=1000)  # whole commands in files
     console.print(table)
     console.print(("ready", "ready; something is missing or amiss", "not ready")[code])
     return code
