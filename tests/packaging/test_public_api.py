@@ -135,6 +135,7 @@ def _order(name: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_pages_are_those_of_the_sources() -> None:
     """A break of the API is a diff: python scripts/write_api_pages.py"""
     stale = [str(p) for p, text in pages().items() if p.read_text(encoding="utf-8") != text]
