@@ -29,6 +29,7 @@ def progress_bar(
     if sys.stderr is None or not sys.stderr.isatty():
         yield in_logs
         return
+
     try:
         from rich.console import Console
         from rich.progress import (  # fmt: skip

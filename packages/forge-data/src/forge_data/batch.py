@@ -84,7 +84,8 @@ class Batch:
     """Rows of packed documents. Labels are already shifted: `labels[t]` follows `tokens[t]`.
 
     The loss of each label is multiplied by its weight (1 without `weights`), and the mean loss divides
-    by the sum of the weights over all ranks; `label_weight` is the sum of this rank. `extras` are further inputs by name, tensors (B, ...) or Ragged, for models
+    by the sum of the weights over all ranks; `label_weight` is the sum of this rank.
+    `extras` are further inputs by name, tensors (B, ...) or Ragged, for models
     that declare them.
 
     Usage: `for part in batch.split(4): loss = model(part.to(device).tokens, ...)`. Raises ValueError

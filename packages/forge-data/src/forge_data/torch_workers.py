@@ -36,7 +36,10 @@ class TorchWorkers:
         )
 
     def moved(self) -> None:
-        """Note that the position of the loader has changed, unless this is a worker: workers that were forked before then raise."""
+        """Note that the position of the loader has changed, unless this is a worker.
+
+        Workers that were forked before then raise.
+        """
         if get_worker_info() is None:
             self._moves += 1
             self._page[_MOVES] = self._moves

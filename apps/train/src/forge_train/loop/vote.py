@@ -21,8 +21,9 @@ def fault_code(fault: Exception | None) -> int:
 
 
 class PendingVotes:
-    """The weight of all labels of the global batch, on its way: the votes travel during the first forward. `wait` also
-    raises what ranks report in them: errors of their data, another position.
+    """The weight of all labels of the global batch, on its way: the votes travel during the first forward.
+
+    `wait` also raises what ranks report in them: errors of their data, another position.
 
     vote: this rank's. fault: the error behind `vote.fault`. counted: called once, with the sums of `vote.counts`, as soon as
     they are known.

@@ -255,6 +255,7 @@ def _problems_of_class(cls: type) -> Iterator[Problem]:
         for name, value in vars(owner).items():
             if name.startswith("_") or name in theirs:
                 continue
+
             key = f"{owner.__qualname__}.{name}"
             if wanted := _type_instead(name, value):
                 rule = f"is read by Forge and must be {wanted}, not a {type(value).__name__}"

@@ -273,7 +273,10 @@ class TransformerConfig:
         return self.hidden_std / (2 * self.num_layers / self.scales.depth) ** 0.5
 
     def as_standard(self) -> Self:
-        """Return the configuration of the same function of the same weights in the standard parametrization, which modules are built from."""
+        """Return the configuration of the same function of the same weights in the standard parametrization.
+
+        Modules are built from it.
+        """
         if self.parametrization == "standard":
             return self
         scales, spec = self.scales, self.attention
