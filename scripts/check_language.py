@@ -2,7 +2,7 @@
 
     python scripts/check_language.py             # compare with scripts/records.toml
     python scripts/check_language.py --record    # lower the records
-    python scripts/check_language.py --show WORD # the lines of a word of scripts/language.toml
+    python scripts/check_language.py --show WORD # its lines: of a word, of `WORD in PACKAGE`, or the functions of `walls`
 
 `never` counts each phrase of that list over sources and pages, `watched` each watched word of a package. A line that ends in
 `language: REASON` in a comment is exempt; exempt lines are counted and printed. `walls` is the percentage of the functions
@@ -91,16 +91,16 @@ def count_words(lists: dict[str, Any]) -> tuple[Counter[str], Counter[str], int]
 
 
 class Shape(NamedTuple):
-    """Of the functions of a package."""
+    """Of the functions of a package. walls: the places of those without paragraphs."""
 
     long: int
-    walls: int
+    walls: list[str]
     comments: int
     code: int
 
     @property
     def percent(self) -> int:
-        return round(100 * self.walls / max(self.long, 1))
+        return round(100 * len(self.walls) / max(self.long, 1))
 
 
 def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> list[str]:
@@ -125,7 +125,8 @@ def longest_stretch(body: list[str]) -> tuple[int, int]:
 
 def shape_of(package: Path) -> Shape:
     """Count the long functions of a package, those with walls, comments and code."""
-    long = walls = comments = code = 0
+    long = comments = code = 0
+    walls = []
     for file in package.rglob("*.py"):
         if "_shared" in file.parts:
             continue
@@ -137,31 +138,44 @@ def shape_of(package: Path) -> Shape:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 count, longest = longest_stretch(body_lines(node, lines))
                 long += count >= _LONG
-                walls += count >= _LONG and longest > _LONG
+                if count >= _LONG and longest > _LONG:
+                    walls.append(
+                        f"{file.relative_to(ROOT)}:{node.lineno}: {node.name}, {longest} lines"
+                    )
     return Shape(long, walls, comments, code)
+
+
+def show(what: str, lists: dict[str, Any], shapes: dict[str, Shape]) -> None:
+    """Print the lines of a word, in one package if `what` names it, or the functions of `walls`."""
+    if what == "walls":
+        print("\n".join(wall for shape in shapes.values() for wall in shape.walls))
+        return
+    word, _, area = what.partition(" in ")
+    pattern = whole_word(word)
+    for line in lines_of_text(lists["exempt_files"], lists["format_names"]):
+        exempt = area and _EXEMPT.search(line.text)
+        if pattern.search(line.text) and area in ("", line.area) and not exempt:
+            print(f"{line.file}:{line.number}: {line.text.strip()}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--record", action="store_true", help="lower the records")
-    parser.add_argument("--show", metavar="WORD", help="print the lines of a word of the lists")
+    parser.add_argument("--show", metavar="WORD", help="print the lines of a word, or `walls`")
     args = parser.parse_args()
     lists = tomllib.loads(LISTS.read_text())
-    if args.show:
-        pattern = whole_word(args.show)
-        for line in lines_of_text(lists["exempt_files"], lists["format_names"]):
-            if pattern.search(line.text):
-                print(f"{line.file}:{line.number}: {line.text.strip()}")
-        return 0
-
-    never, watched, exempt = count_words(lists)
     shapes = {
         p.name: shape_of(p)
         for p in sorted([*ROOT.glob("packages/*/src/*"), *ROOT.glob("apps/*/src/*")])
     }
+    if args.show:
+        show(args.show, lists, shapes)
+        return 0
+
+    never, watched, exempt = count_words(lists)
     for name, shape in shapes.items():
         print(
-            f"{name:18} walls in {shape.walls:3} of {shape.long:3} long functions ({shape.percent} %), "
+            f"{name:18} walls in {len(shape.walls):3} of {shape.long:3} long functions ({shape.percent} %), "
             f"{100 * shape.comments / shape.code:.1f} comments per 100 lines"
         )
     print(f"never: {sum(never.values())}, watched: {sum(watched.values())}, exempt lines: {exempt}")
@@ -177,6 +191,8 @@ def main() -> int:
         wrong += records.problems(section, numbers)
     for line in wrong:
         print(line, file=sys.stderr)
+    if wrong:
+        print("--show prints the lines: --show 'WORD in PACKAGE', --show walls", file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -53,7 +53,9 @@ MOUNTED = {
     "reliability.md": ("docs/reliability.md", "docs/known-failures.md"),
     "slurm.md": ("docs/slurm.md", "docs/slurm-story.md"),
     "vlm-learning.md": ("docs/vlm-learning.md", "docs/vlm-matched-loss.md"),
-    **{page: (f"{PACKAGES[package].parents[1].relative_to(ROOT)}/README.md", f"docs/data/api/{package}.txt")
+    **{page: (f"{PACKAGES[package].parents[1].relative_to(ROOT)}/README.md",
+              *(str(f.relative_to(ROOT)) for f in (ROOT / "docs/internals").glob(Path(page).name)),
+              f"docs/data/api/{package}.txt")
        for package, page in PACKAGE_PAGES.items()},
 }  # fmt: skip
 #: Reports of recorded runs: {page: (folder, command that records it)}. A link to the folder leads to the page.
@@ -113,6 +115,11 @@ def text_of(source: str) -> str:
 def joined(page: str, sources: tuple[str, ...]) -> str:
     """The text of a page: the files one after another, with the headings of all but the first one level lower."""
     first, *others = map(text_of, sources)
+    folder = posixpath.dirname(sources[0])
+    others = [
+        with_moved_links(text, posixpath.dirname(source), folder)
+        for text, source in zip(others, sources[1:])
+    ]
     anchors = [anchors_of(text) for text in (first, *others)]
     for anchor, number in Counter(chain.from_iterable(anchors)).items():
         if number > 1:
@@ -124,6 +131,19 @@ def joined(page: str, sources: tuple[str, ...]) -> str:
 
 def with_lower_headings(text: str) -> str:
     return "".join(f"#{part}" if heading else part for heading, part in _parts(text))
+
+
+def with_moved_links(text: str, folder: str, to: str) -> str:
+    """The text of a file in `folder` with relative links that lead to the same files from the folder `to`."""
+
+    def moved(found: re.Match[str]) -> str:
+        url = found["url"]
+        if url is None or not _is_relative(url):
+            return found[0]
+        return f"]({posixpath.relpath(posixpath.join(folder, url), to or '.')}"
+
+    fences_or_links = r"^```.*?^```$|`[^`\n]*`|\]\((?P<url>[^()#\s]+)"
+    return re.sub(fences_or_links, moved, text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors_of(text: str) -> set[str]:

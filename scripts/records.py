@@ -38,8 +38,9 @@ def problems(section: str, found: Mapping[str, float], path: Path | None = None)
             lines.append(f"{section}: the record of {name} is raised without a reason; write it")
         if name in found and found[name] > limit(entry):
             lines.append(
-                f"{section}: {name} is {found[name]:g}, the record is {limit(entry):g}; lower it, or raise the record "
-                "with a reason"
+                f"{section}: {name} is {found[name]:g}, the record is {limit(entry):g}; lower it, or raise the record, in "
+                f"[{section}] of scripts/records.toml: {json.dumps(name)} = [{limit(entry):g}, [{found[name]:g}, "
+                '"why it has to grow"]]'
             )
     return lines
 

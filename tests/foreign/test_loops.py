@@ -265,7 +265,7 @@ def write_llava(folder: Path) -> None:
     (folder / "preprocessor_config.json").write_text(pixels)
 
 
-@pytest.mark.lane("test")
+@pytest.mark.lane("quick")
 def test_a_script_that_generates_text_for_images(tmp_path: Path) -> None:
     write_llava(tmp_path / "llava")
     assert run("vlm_answers.py", tmp_path / "llava", tmp_path / "out")[-1] == "answers 2"

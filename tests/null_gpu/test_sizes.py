@@ -91,6 +91,7 @@ def _outputs() -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_forced_sizes_compute_what_exchanged_ones_do() -> None:
     for x, w, forced_x, forced_w in run_on_ranks(2, _outputs):

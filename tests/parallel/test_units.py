@@ -283,6 +283,7 @@ def start_of_70b(world: int, recipe: str) -> tuple[int, int, int]:
         return held.most, sum(p.nbytes for p in local), layer
 
 
+@pytest.mark.lane("quick")
 def test_the_start_of_70b_holds_no_more_than_a_shard_and_a_layer() -> None:
     """A shard of 276 MB on each of 1,024 ranks; an embedding is 4.2 GB, and a layer 3.4 GB."""
     recipe = str(Path(__file__).parents[2] / "configs/recipes/70b.toml")

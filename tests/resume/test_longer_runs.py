@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from forge_resilience import ExitCode
 from forge_testing.runs import make_job
 from forge_train import Trainer, load_job, read_run
 from forge_train.report.summary import print_summary
@@ -43,6 +45,14 @@ def test_F158_a_longer_run_reports_its_learning_rate(
         print_summary(trainer, result, ["job.toml"])
         begin = f"--init.from {tmp_path / 'run'}@0"
         assert (begin in capfd.readouterr().out) is there
+    # a stopped run names the command that goes on: of a batch script, whose file it is given, the script
+    stopped = dataclasses.replace(result, exit_code=ExitCode.REQUEUE)
+    for config, again in (
+        ("job.toml", "run job.toml"),
+        (tmp_path / "run/slurm/job.toml", f"sbatch {tmp_path}/run/slurm/job.sh"),
+    ):
+        print_summary(trainer, stopped, [str(config)])
+        assert again in capfd.readouterr().out
     step_0.rmdir()
     trainer.paths.imported.unlink()
     rates = [cosine(4, 4), cosine(5, 8)]

@@ -149,6 +149,7 @@ def test_a_class_is_looked_at_once(monkeypatch) -> None:
     assert looked.count(cls) == 1
 
 
+@pytest.mark.lane("quick")
 def test_no_class_of_the_repository_is_near_to_a_name() -> None:
     folders = ("packages", "apps", "examples", "docs", "tests", "benchmarks")
     files = [f for folder in folders for f in (ROOT / folder).rglob("*.py")]

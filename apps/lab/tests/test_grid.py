@@ -264,7 +264,7 @@ def test_a_grid_that_is_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFi
     layers.set("train.steps", 150, "flag")
     over = ("optimizer.lr=1e-3,1e-2",)
     layers.set("data.seed", 5, "flag")
-    with rejects("--dir", str(out), "changed", ConfigError):
+    with rejects("--dir", str(out), "changed", ConfigError, where="data.seed"):
         run_grid(layers, GridFlags(over, dir=out))
     layers.drop_table("data.seed")
     assert run_grid(layers, GridFlags(over, dir=out, jobs=2)) == 0

@@ -134,7 +134,7 @@ def test_a_run_of_another_configuration_is_not_continued(tmp_path: Path) -> None
     run.write()  # a comment is no value
     text = (tmp_path / "study.toml").read_text().replace("lr = 1e-2", "lr = 2e-2")
     (tmp_path / "study.toml").write_text(text)
-    with rejects("study.dir", str(tmp_path / "out"), "changed", ConfigError):
+    with rejects("study.dir", str(tmp_path / "out"), "changed", ConfigError, where="optimizer.lr"):
         read_study(tmp_path / "study.toml").runs[0].write()
     with rejects("study.dir", str(tmp_path / "out"), "changed", ConfigError):
         queue_of(read_study(tmp_path / "study.toml")).train()

@@ -172,6 +172,10 @@ class Misspelled(Callback):
         """A word of its own."""
 
 
+class Inherits(Misspelled):
+    """The methods of a class of its user."""
+
+
 class Extended(Extension):
     def number(self, step): ...
 
@@ -184,11 +188,11 @@ def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_rejected(
     arguments = "on_evaluation(trainer, name, result)"
     with rejects("Older.on_evaluation", ..., "signature", ConfigError, where=arguments):
         Trainer(load_job(job), [Older()])
-    with rejects("Misspelled.on_lgo", ..., "misspelled", ConfigError) as caught:
-        Trainer(load_job(job), [Misspelled(), Extended()])
+    with rejects("Inherits.on_lgo", ..., "misspelled", ConfigError) as caught:
+        Trainer(load_job(job), [Inherits(), Extended()])
     assert {p.key for p in caught.value.problems} == {
-        "Misspelled.on_lgo",
-        "Misspelled.on_stepend",
+        "Inherits.on_lgo",
+        "Inherits.on_stepend",
         "Extended.number",
     }
     name = f"{__name__}:NoCallback"

@@ -223,7 +223,7 @@ def test_what_cannot_begin_on_the_meta_device_is_named() -> None:
         if kind is Lost:
             with rejects("layers.0.mixer.decay", ..., "missing") as caught:
                 check_init_tables(model)
-            assert [p.key for p in caught.value.problems][1] == "layers.1.mixer.decay"
+            assert len(caught.value.problems) == 1  # one for all layers
     check_init_tables(model)
     initialize(model.to_empty(device="cpu"), 0)
     assert model.blocks()[1].mixer.decay.tolist() == [2.0, 2.0]

@@ -137,6 +137,7 @@ def test_a_state_that_cannot_be_exact_is_rejected():
         loader.state_dict(after=other)
 
 
+@pytest.mark.lane("quick")
 def test_a_state_that_is_loaded_while_workers_begin_applies_or_raises():
     """The next batch is the state's, or an error; never a batch of the old order."""
     state = plain(5)[4][1]
@@ -154,6 +155,7 @@ def test_a_state_that_is_loaded_while_workers_begin_applies_or_raises():
     assert ids_of(torchs(loader, 2), 1) == [plain(6)[5][0]]
 
 
+@pytest.mark.lane("quick")
 def test_a_second_iterator_with_workers_repeats_nothing():
     loader = make()
     assert len(ids_of(torchs(loader, 2), 3)) == 3
@@ -168,6 +170,7 @@ def test_a_second_iterator_with_workers_repeats_nothing():
         ids_of(kept, 1)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("own", [{"num_workers": 2}, {"prefetch": 2}])
 def test_workers_of_the_loader_and_of_torch_are_not_nested(own):
     loader = make(**own)

@@ -180,6 +180,7 @@ def _of_two_stages(rank: int) -> dict[str, float]:
     return hooks.columns(hooks.take().tolist())
 
 
+@pytest.mark.lane("quick")
 def test_ranks_of_two_stages_have_the_columns_of_both() -> None:
     first, second = run_on_ranks(2, _rank_of_two_stages)
     assert first == second

@@ -23,7 +23,7 @@ from forge_lab._shared.jsonl import append_line
 from forge_lab._shared.locks import Held, Lock
 from forge_lab._shared.parents import with_parent
 from forge_lab._shared.problems import Problem, invalid, problems_of
-from forge_lab._shared.toml_files import read_toml
+from forge_lab._shared.toml_files import flatten, read_toml
 from forge_resilience import ExitCode
 from forge_train import ResolvedJob, RunDirectory
 from forge_train.errors import ConfigError, DataError, JobError, refuse, write_errors
@@ -85,24 +85,26 @@ class PlannedRun:
                 "for other budgets"
             )
             yield Problem(self.folder_key, "parent", folder, rule, "choose another")
-        elif has_begun and not self._is_written():
-            rule = f"has {self.name}, which was begun with another configuration"
-            fix = "set that back, or choose another folder"
+        elif has_begun and (keys := self._changed()):
+            rule = f"has {self.name}, which was begun with another configuration: {keys[:9]}"
+            fix = f"set that back to what {self.file.name} there has, or choose another folder"
             yield Problem(self.folder_key, "changed", folder, rule, fix)
 
     def write(self) -> None:
         """Write the configuration. ConfigError for `problems`, JobError where it cannot be written."""
         refuse(self.problems())
-        if not self._is_written():
+        if self._changed():
             with writing(self.file, self.folder_key):
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 self.file.write_text(self.toml, encoding="utf-8")
 
-    def _is_written(self) -> bool:
-        """Whether the file has the values of the configuration; origins are comments, which may differ."""
+    def _changed(self) -> list[str]:
+        """Keys whose values are not those of the file, all without one; origins are comments, which may differ."""
+        new = dict(flatten(tomllib.loads(self.toml)))
+        old: dict[str, Any] = {}
         with contextlib.suppress(ValueError):
-            return read_toml(self.file) == tomllib.loads(self.toml)
-        return False
+            old = dict(flatten(read_toml(self.file)))
+        return sorted(key for key in {*old, *new} if old.get(key, ...) != new.get(key, ...))
 
 
 def check_all(items: Iterable[T], check: Callable[[T], Checked]) -> list[Checked]:

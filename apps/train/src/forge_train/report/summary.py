@@ -37,8 +37,12 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
         print(
             f"\nstopped and saved at step {result.step} of {total}\n\nrun directory  {paths.path}"
         )
-        print(f"\nto go on\n  {command} run {shlex.join([*args, *ranks])}")
+        again = f"{command} run {shlex.join([*args, *ranks])}"
+        if args[:1] == [os.path.abspath(paths.path / "slurm/job.toml")]:  # of its batch script
+            again = f"sbatch {shlex.quote(str(paths.path / 'slurm/job.sh'))}   # where Slurm does not queue it again"
+        print(f"\nto go on\n  {again}")
         return
+
     print(f"\ndone: step {result.step} of {total}")
     if result.val_loss is not None:
         print(f"validation loss {result.val_loss:.4f} nats per token")
@@ -52,6 +56,7 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     print(f"\nrun directory  {paths.path}\n\nnext")
     if new:
         print(f"  {command} generate {shlex.quote(str(paths.path))} --prompt 'The '")
+    print(f"  {command} report {shlex.quote(str(paths.path))}   # a page of its curves and events")
     rates, again = "", shlex.join(["run", str(paths.config), *ranks])
     if last := last_rate(paths, result.step):
         after = trainer.run.next_rate(2 * total)

@@ -105,7 +105,7 @@ def hook_problems(callbacks: Sequence[Extension]) -> list[Problem]:
     """A problem for each hook that does not take the arguments of its call, and for each method that is almost a hook."""
     hooks, found = dict(inspect.getmembers(Callback, inspect.isfunction)), []
     for callback in callbacks:
-        for name in vars(type(callback)):
+        for name in dir(type(callback)):  # inherited ones, too
             near = [hook for hook in hooks if misspells(name, hook) and not hasattr(Callback, name)]
             if near and callable(getattr(callback, name)):
                 key, rule = f"{type(callback).__qualname__}.{name}", "is not the name of a hook"

@@ -5,7 +5,7 @@ the same whether a model was built plainly, on the meta device, or sharded over 
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -70,7 +70,8 @@ def initialize(
     targets = {**dict(model.named_parameters()), **buffers}
 
     # all problems before the first value is written
-    problems = [_missing_problem(name) for name in targets if name not in table and strict]
+    missing = [name for name in targets if name not in table and strict]
+    problems = [*_missing_problems(model, missing)]
     rule, fix = "is still on the meta device", "call model.to_empty(device=...) first"
     meta = [name for name, target in targets.items() if target.is_meta]
     raise_problems("", problems + [Problem(name, "meta", ..., rule, fix) for name in meta])
@@ -79,9 +80,17 @@ def initialize(
             _fill_parameter(target, Init(*table[name]), seed, name)
 
 
-def _missing_problem(name: str) -> Problem:
-    rule, fix = "is in no init_table of a module", "add a row (kind, value) for it"
-    return Problem(name, "missing", ..., rule, fix)
+def _missing_problems(model: nn.Module, names: Iterable[str]) -> Iterator[Problem]:
+    """A problem for each kind of module and its tensor without an initial value, not one for each layer."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        owner, _, local = name.rpartition(".")
+        kind = type(model.get_submodule(owner)).__name__
+        found.setdefault((kind, local), []).append(name)
+    for (kind, local), (first, *others) in found.items():
+        more = f" (and {len(others)} more like it)" if others else ""
+        fix = f'let init_table(std, residual_std) of {kind} return {{"{local}": (kind, value)}}'
+        yield Problem(first, "missing", ..., f"is in no init_table of a module{more}", fix)
 
 
 def reset_children(module: nn.Module) -> None:
@@ -111,7 +120,7 @@ def check_init_tables(model: nn.Module) -> None:
     table = _initial_values(model, 0.02, 0.02)
     lost = [name for name, b in model.named_buffers() if b.is_meta]
     nameless = (n for n in (*dict(model.named_parameters()), *lost) if n not in table)
-    raise_problems("", map(_missing_problem, nameless))
+    raise_problems("", _missing_problems(model, nameless))
 
 
 @torch.no_grad()

@@ -355,4 +355,4 @@ def _no_text(record: Any, field: str) -> Problem:
         fix = "give it text or leave the line out"
         return Problem(field, "type", record[field], "must be a string", fix)
     rule = f"must be a string, and the line has {', '.join(record)[:200]}"
-    return Problem(field, "missing", ..., rule, "name its field with text_field (--text_field)")
+    return Problem(field, "missing", ..., rule, "name its text_field (of prepare: --text_field)")
