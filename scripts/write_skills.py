@@ -12,6 +12,7 @@ import re
 import sys
 from pathlib import Path
 
+from forge_parallel.prove.__main__ import main as prove
 from forge_train import cli
 
 SKILLS = sorted((Path(__file__).resolve().parent.parent / "skills").glob("*/SKILL.md"))
@@ -19,11 +20,12 @@ _PART = re.compile(r"(<!-- help:([^\n]*)-->\n).*?(<!-- end of help -->)", re.S)
 
 
 def help_of(verb: str) -> list[str]:
-    """Usage, first sentence and flags of a verb."""
+    """Usage, first sentence and flags of a verb of forge-train, or of `prove`."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
-        cli.run_verb([verb, "--help"])
-    usage, _, rest = shown.getvalue().partition("\n")
+        prove(["--help"]) if verb == "prove" else cli.run_verb([verb, "--help"])
+    usage, _, rest = shown.getvalue().partition("\n\n")
+    usage = " ".join(usage.split())
     about = rest.strip().partition("\n")[0]
     flags = re.findall(r"^(?:\S |  )(--[\w-]+)", rest, flags=re.M)
     return [

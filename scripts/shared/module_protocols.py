@@ -91,8 +91,8 @@ class ModuleSharding(Protocol):
         ...
 
     def parallel_roles(self) -> Mapping[str, Any]:
-        """Needed by `tp`: {pattern of local names: role, or {"role": role, "multiple_of": width}}; roles are in
-        `Transformer`. There a layer without it is "opaque": replicated, and given all tokens."""
+        """Needed by `tp`: {pattern of local names: role, or {"role": role, "multiple_of": width}}; the reference of
+        forge-parallel lists the roles. In `Transformer` a layer without it is "opaque": replicated, and given all tokens."""
         ...
 
     head_dim: int

@@ -128,6 +128,29 @@ def verdicts(results: list[Result]) -> dict[str, str]:
     return {result.cell: result.verdict for result in results}
 
 
+class Wide(Model):
+    """More ids than a small vocabulary has. `wrong`: a mistake of ranks with ids of its second half, as that of a role."""
+
+    def __init__(self, wrong: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(320, DIM), nn.Linear(DIM, 320, bias=False)
+        self.wrong = wrong
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        factor = 1 + 0.5 * (tokens >= 160) * (self.wrong and dist.is_initialized())
+        return super().forward(tokens, positions) * factor[..., None]
+
+
+def test_ids_of_the_full_vocabulary_are_drawn_without_its_size() -> None:
+    options: dict[str, Any] = {"nproc": 2, "layouts": [{"dp_shard": 2}]}
+    (right,) = prove(Wide, **options)
+    assert right.verdict == "green", right
+    (wrong,) = prove(lambda: Wide(wrong=True), **options)
+    assert wrong.verdict == "red"
+    (unseen,) = prove(lambda: Wide(wrong=True), vocab_size=160, **options)
+    assert unseen.verdict == "green"
+
+
 @pytest.mark.slow
 def test_a_plain_model_is_green_in_every_layout() -> None:
     results = prove(Model, vocab_size=VOCAB, nproc=4)

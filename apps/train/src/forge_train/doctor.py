@@ -37,6 +37,7 @@ from forge_train.slurm import add_site
 _CODES = {OK: (0, "green"), WARN: (1, "yellow"), MISSING: (1, "yellow"), BROKEN: (2, "red")}
 _OPTIONAL = {
     "tensorboard": ("TensorBoard files", "pip install 'forge-train[track]'"),
+    "plotly": ("pages of forge-train report", "pip install 'forge-lab[report]'"),
     "tokenizers": ("tokenizer JSON files", "pip install 'forge-train[tokenizers]'"),
 }
 _NAMES = ("core", "parallel", "moe", "data", "ckpt", "resilience", "vlm")

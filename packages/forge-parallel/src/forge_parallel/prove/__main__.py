@@ -108,11 +108,11 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, default, text in (
         ("only", "", "cells whose name contains this"),
-        ("vocab_size", 64, "token ids are below it"),
         ("seq_len", 16, "tokens of a sequence"),
         ("seed", 0, "of the builder and the tokens"),
     ):
         add(f"--{name}", type=type(default), default=default, help=f"{text} ({default})")
+    add("--vocab_size", type=int, help="token ids are below it (the width of the logits)")
     tolerance = "bound on every error (those of the precision)"
     add("--tolerance", "--bound", dest="tolerance", type=float, help=tolerance)
     add("--timeout", type=float, help="seconds of a cell (60, on GPUs 300)")

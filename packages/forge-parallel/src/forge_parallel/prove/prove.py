@@ -25,7 +25,14 @@ from forge_parallel.prove.processes import ExitStatus, run_on_ranks
 from forge_parallel.prove.ranks import one_rank, rank_of_cell
 from forge_parallel.prove.settings import ON_CPU, ONE_RANK, Devices, ProveError, prove_error
 from forge_parallel.prove.task import Task
-from forge_parallel.prove.values import STEPS, Reference, ValueKey, compare_with_cpu, one_process
+from forge_parallel.prove.values import (
+    STEPS,
+    Reference,
+    ValueKey,
+    compare_with_cpu,
+    one_process,
+    width_of_logits,
+)
 from forge_parallel.structure import Blocks
 
 SAME_IN_ONE_RANK = "; one rank in bf16 computes the same: it is the precision, not the layout"
@@ -73,7 +80,7 @@ def prove(
     layouts: Sequence[Mapping[str, Any]] = (),
     worlds: Iterable[int] | None = None,
     only: str = "",
-    vocab_size: int = 64,
+    vocab_size: int | None = None,
     seq_len: int = 16,
     seed: int = 0,
     tolerance: float | None = None,
@@ -94,6 +101,7 @@ def prove(
     not supported.
 
     build       function or "module:function"; gets `args`
+    vocab_size  token ids are below it; default V, as ids of each tp rank's part of the vocabulary must come
     roles       table as from `parallel_roles()`
     blocks      as in `parallelize`
     media       media(tokens) returns further inputs by name (`extra_inputs`), whose B rows a slice takes, and may write
@@ -122,7 +130,7 @@ def prove(
     if nproc is not None and nproc < 1:
         fix = "use the number of your GPUs or cores"
         raise prove_error("nproc", "range", nproc, "must be at least 1", fix)
-    _require_sizes(vocab_size, seq_len, seed, timeout)
+    _require_sizes(2 if vocab_size is None else vocab_size, seq_len, seed, timeout)
     devices = _find_devices(nproc, timeout) if on_gpu else None
     nproc = devices.count if devices is not None and nproc is None else nproc
     cells = select_cells(layouts, worlds, nproc, only, settings, seq_len)
@@ -132,7 +140,7 @@ def prove(
     if on_gpu:
         proof_settings.require_no_cuda()  # the imported modules may have used it
     builder = partial(made, **(args or {}))
-    task = Task(builder, roles, blocks, vocab_size, seq_len, seed, given, settings=settings)
+    task = Task(builder, roles, blocks, vocab_size or 2, seq_len, seed, given, settings=settings)
     if header is not None:
         compiles = any(cell.layout.get("compile") for cell in cells)
         header(proof_settings.describe_settings(settings, devices, compiles))
@@ -140,6 +148,8 @@ def prove(
         importlib.import_module(f"torch.distributed.{module}")
 
     known = _References(task, timeout)
+    if vocab_size is None:
+        known = _References(replace(task, vocab_size=known.width()), timeout)
     results = []
     for cell in cells:
         of_cell, references = known.of(cell)
@@ -206,6 +216,12 @@ class _References:
     def __init__(self, task: Task, timeout: float) -> None:
         self._task, self._timeout = task, timeout
         self._known: dict[Any, Reference] = {}
+
+    def width(self) -> int:
+        """Width V of the model's logits, from one forward in a child."""
+        device = self._task.settings.device
+        width: Any = self._run("width", lambda at: (width_of_logits(self._task, at), []), device)
+        return int(width)
 
     def of(self, cell: Cell) -> tuple[Task, dict[str, Reference]]:
         """The task with the batches of this cell, and its references by name: "" is one process in fp32."""

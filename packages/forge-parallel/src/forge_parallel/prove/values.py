@@ -45,6 +45,14 @@ class Reference(NamedTuple):
         return [(*when, name) for when, tensors in self.values.items() for name in tensors]
 
 
+@torch.no_grad()
+def width_of_logits(task: Task, device: torch.device) -> int:
+    """Width V of the logits (B, S, V) of the model."""
+    model = task.model()
+    batch = task.batch(0, keywords_of(model)).to(device)
+    return logits(model.to(device)(batch.tokens, **batch.inputs)).size(-1)
+
+
 def one_process(task: Task, device: torch.device) -> Reference:
     """Train in one process, the global batch in one forward, in fp32. Raises ProveError for a model that draws random
     numbers or computes values that are not finite."""
