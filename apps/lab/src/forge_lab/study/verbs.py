@@ -35,7 +35,7 @@ def replay(
     debugger: bool = False,
     hook: tuple[str, ...] = (),
     callbacks: bool = False,
-    set: tyro.conf.Suppress[tuple[str, ...]] = (),
+    set: tuple[str, ...] = (),
     output: Path | None = None,
     record: Path | None = None,
     from_step: int | None = None,
