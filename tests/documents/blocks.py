@@ -68,7 +68,7 @@ _PRINTED = re.compile(
     r"^ *print\(.*\)  # ((?:b?['\"]|[\[({\d-]|(?:True|False|None|[a-z_.]+\()).*)$", re.MULTILINE
 )
 _BLOCK_SECONDS = 600.0
-_AT_ONCE = 3  # two cores: a page waits for Slurm, disks and starting programs at times
+_AT_ONCE = 2
 
 
 class Block(NamedTuple):
@@ -308,7 +308,7 @@ def _wait_for_jobs(slurm: Slurm, page: str, checkout: Path) -> None:
 
 
 def main(chosen: list[str]) -> int:
-    """Run pages, a few at a time; the number that failed."""
+    """Run pages, two at a time; the number that failed."""
     found = {page: blocks_of(page) for page in chosen or pages()}
     to_run = [page for page, blocks in found.items() if any(block.runs for block in blocks)]
     needs_slurm = any(block.needs_slurm for blocks in found.values() for block in blocks)
