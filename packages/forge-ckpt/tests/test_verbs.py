@@ -373,7 +373,7 @@ def test_prune_removes_nothing_when_the_newest_is_damaged(history, capsys):
 
 
 @pytest.mark.slow
-def test_prune_rejects_wrong_arguments(history, capsys):
+def test_prune_rejects_wrong_arguments(history, tmp_path, capsys):
     script = f"""
         import sys
         from forge_ckpt import Store
@@ -387,13 +387,15 @@ def test_prune_rejects_wrong_arguments(history, capsys):
         code, _, err = call(capsys, "prune", history, "--last", 1)
         writer.communicate("")
     assert (code, f" pid {writer.pid} " in err) == (78, True)
-    none = history / "none"
+    none, bad = history / "none", tmp_path / "bad"
+    (bad / "quarantine/step-00000003-0").mkdir(parents=True)
     for arguments, key, value, code in [
         ([history, "--last", 0], "last", 0, "range"),
         ([none], "directory", str(none), "not_found"),
+        ([bad], "directory", str(bad), "empty"),
     ]:
         assert call(capsys, "prune", *arguments)[0] == 78
-        with rejects(key, value, code):
+        with rejects(key, value, code, where="step-00000003-0" if value == str(bad) else ""):
             run("prune", *arguments)
     with Store(history, read_only=True) as store:
         assert len(store.steps()) == 12

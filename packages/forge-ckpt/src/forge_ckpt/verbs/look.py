@@ -72,6 +72,10 @@ def steps_of(directory: Path) -> list[int]:
         inside = [p.name for p in sorted(directory.iterdir()) if p.is_dir()]
         inside = [name for name in inside if directories.list_steps(directory / name)]
         where = f"{directory / inside[0]} holds some" if inside else "look in another directory"
+        if aside := directories.quarantined(directory):
+            where = (
+                f"{aside[-1]} is in {directories.QUARANTINE}, found corrupt: restore a copy of it"
+            )
         rule = "holds no step-00000100, ..."
         raise invalid("directory", "empty", str(directory), rule, where)
     return steps
