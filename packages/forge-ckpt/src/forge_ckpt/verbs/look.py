@@ -73,9 +73,7 @@ def steps_of(directory: Path) -> list[int]:
         inside = [name for name in inside if directories.list_steps(directory / name)]
         where = f"{directory / inside[0]} holds some" if inside else "look in another directory"
         if aside := directories.quarantined(directory):
-            where = (
-                f"{aside[-1]} is in {directories.QUARANTINE}, found corrupt: restore a copy of it"
-            )
+            where = f"{aside[-1]} is in {directories.QUARANTINE}: restore a copy of it"
         rule = "holds no step-00000100, ..."
         raise invalid("directory", "empty", str(directory), rule, where)
     return steps
