@@ -99,7 +99,7 @@ class PlannedRun:
                 self.file.write_text(self.toml, encoding="utf-8")
 
     def _changed(self) -> list[str]:
-        """Keys whose values are not those of the file, all without one; origins are comments, which may differ."""
+        """Keys whose values differ from those of the file; all keys without a file. Comments are not compared."""
         new = dict(flatten(tomllib.loads(self.toml)))
         old: dict[str, Any] = {}
         with contextlib.suppress(ValueError):

@@ -152,20 +152,26 @@ def prove(
         known = _References(replace(task, vocab_size=known.width()), timeout)
     results = []
     for cell in cells:
-        of_cell, references = known.of(cell)
-        began = time.perf_counter()
-        inputs = [*references.values()]
-        if cell.on_host:
-            function = partial(compare_with_cpu, of_cell, inputs)
-        else:
-            function = partial(rank_of_cell, of_cell, cell, inputs)
-
-        statuses = run_on_ranks(cell.world, function, timeout, device)
-        seconds = time.perf_counter() - began
-        results.append(_judge(cell, statuses, references, settings.bounds, seconds))
+        results.append(_run_cell(cell, known, device, settings.bounds, timeout))
         if report is not None:
             report(results[-1])
     return results
+
+
+def _run_cell(
+    cell: Cell, known: _References, device: str, bounds: Mapping[str, float], timeout: float
+) -> Result:
+    """Train in the layout of a cell, or on the CPU, and compare with its references."""
+    of_cell, references = known.of(cell)
+    began = time.perf_counter()
+    inputs = [*references.values()]
+    if cell.on_host:
+        function = partial(compare_with_cpu, of_cell, inputs)
+    else:
+        function = partial(rank_of_cell, of_cell, cell, inputs)
+
+    statuses = run_on_ranks(cell.world, function, timeout, device)
+    return _judge(cell, statuses, references, bounds, time.perf_counter() - began)
 
 
 def _require_no_group() -> None:
@@ -252,7 +258,7 @@ class _References:
         return self._run((task.branches, task.global_batch, device), run, device)
 
     def _run(self, key: Any, run: Callable[..., Any], device: str) -> Reference:
-        """The reference of this key, computed in a child. Imports the modules that the child says it imported."""
+        """The reference (or width) of this key, computed in a child. Imports the modules that the child imported."""
         if key in self._known:
             return self._known[key]
         (status,) = run_on_ranks(1, run, self._timeout, device)

@@ -47,7 +47,7 @@ class Reference(NamedTuple):
 
 @torch.no_grad()
 def width_of_logits(task: Task, device: torch.device) -> int:
-    """Width V of the logits (B, S, V) of the model."""
+    """Width V of the logits (B, S, V) of the model. Cost: it is built, and runs one forward."""
     model = task.model()
     batch = task.batch(0, keywords_of(model)).to(device)
     return logits(model.to(device)(batch.tokens, **batch.inputs)).size(-1)
